@@ -74,7 +74,8 @@ SERVED = (torch.float32, torch.bfloat16)
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
 # The folder of compiled kernels is named by all of their sources: numba itself compares the file of each kernel only
 sources = b"".join(
-    Path(__file__).with_name(name).read_bytes() for name in ("cpu_kernels.py", "cpu_tiles.py", "verify_kernels.py")
+    Path(__file__).with_name(name).read_bytes()
+    for name in ("cpu_decoder.py", "cpu_kernels.py", "cpu_tiles.py", "verify_kernels.py")
 )
 numba.config.CACHE_DIR = numba.config.CACHE_DIR or str(folder_of_kernels(blake2b(sources, digest_size=8).hexdigest()))
 ANY_ORDER = {"contract", "reassoc", "nsz"}  # sums may be split among lanes: the same way for every row
@@ -184,8 +185,8 @@ def _exp(x: Any) -> Any:
     return _as_float(_as_bits(p) + (_as_bits(shifted) << np.uint32(23)))
 
 
-@kernel
-def norm(x: Any, delta: Any, weight: Any, eps: float, out: Any) -> None:
+@part
+def norm_rows(x, delta, weight, eps, out):
     """x float32[N, E] += delta float32[N, E], unless that is None; out T[N, E] = x · weight / √(mean x² + eps)."""
     num, size = x.shape
     for n in range(num):
@@ -200,18 +201,13 @@ def norm(x: Any, delta: Any, weight: Any, eps: float, out: Any) -> None:
 
 
 @kernel
-def rotate(
-    qkv: Any,
-    cos: Any,
-    sin: Any,
-    positions: Any,
-    cells: Any,
-    head_norms: Any,
-    eps: float,
-    query: Any,
-    keys: Any,
-    values: Any,
-) -> None:
+def norm(x: Any, delta: Any, weight: Any, eps: float, out: Any) -> None:
+    """`norm_rows`"""
+    norm_rows(x, delta, weight, eps, out)
+
+
+@part
+def rotate_rows(qkv, cos, sin, positions, cells, head_norms, eps, query, keys, values):
     """Queries, keys and values of qkv float32[N, (H + 2S) · D], one after the other: to query float32[N, H, D], and to cells int64[N] of
     keys and values T[C, S, D].
 
@@ -352,15 +348,13 @@ def _linear_group(x, weight, bias, g, out):
             out[n, g * GROUP + i] = bias[g, i]
         for i in range(GROUP if whole < GROUP else 0):
             spare[n, i] = bias[g, i]
+    target, column = (out, g * GROUP) if whole == GROUP else (spare, 0)
     for k in range(0, depth, steps):
         for tile in range(tiles):
             n = tile * LINEAR_ROWS
             rows, here = min(LINEAR_ROWS, num - n), min(steps, depth - k)
             ahead = PREFETCH_BYTES if tiles == 1 else 4 * GROUP * (steps + steps * tile // tiles)
-            if whole == GROUP:
-                _linear_rows(rows, x, n, weight, g, k, here, ahead, 4 * GROUP // tiles, out, n, g * GROUP)
-            else:
-                _linear_rows(rows, x, n, weight, g, k, here, ahead, 4 * GROUP // tiles, spare, n, 0)
+            _linear_rows(rows, x, n, weight, g, k, here, ahead, 4 * GROUP // tiles, target, n, column)
     for n in range(num if whole < GROUP else 0):
         for i in range(whole):
             out[n, g * GROUP + i] = spare[n, i]
@@ -495,14 +489,7 @@ def attention_float32(
     query: Any,
     keys: Any,
     values: Any,
-    part_entry: Any,
-    part_start: Any,
-    first: Any,
-    length: Any,
-    blocks: Any,
-    block_size: int,
-    node_start: Any,
-    nodes: Any,
+    seen: VisibleKeys,
     scaling: float,
     softcap: float,
     sinks: Any,
@@ -517,6 +504,7 @@ def attention_float32(
     Scores s become softcap · tanh(s / softcap), if that is above 0. sinks float32[H]: one more score a head, whose weight nobody gets; -inf
     if there is none.
     """
+    part_entry, part_start, first, length, blocks, block_size, node_start, nodes = seen
     heads, shared = query.shape[1], keys.shape[1]
     group, dim, dim_v = heads // shared, query.shape[2], values.shape[2]
     shares = _shares_of_threads(len(part_entry) * shared, threads)
@@ -788,14 +776,7 @@ def attention_amx(
     query: Any,
     keys: Any,
     values: Any,
-    part_entry: Any,
-    part_start: Any,
-    first: Any,
-    length: Any,
-    blocks: Any,
-    block_size: int,
-    node_start: Any,
-    nodes: Any,
+    seen: VisibleKeys,
     scaling: float,
     softcap: float,
     sinks: Any,
@@ -807,10 +788,10 @@ def attention_amx(
     Queries are rounded to bfloat16, and so are the weights of the values, before they are divided by their sum. A product of weights and
     values takes AMX_KEYS positions, from a multiple of AMX_KEYS on, whether they are committed or nodes of a tree: so the sums of a row do
     not depend on that."""
+    part_entry, part_start, first, length, _, _, node_start, _ = seen
     shared, dim, dim_v = keys.shape[1], query.shape[2], values.shape[2]
     group = query.shape[1] // shared
     key_pairs, at_once = keys.view(np.int32), AMX_ROWS // group
-    seen = VisibleKeys(part_entry, part_start, first, length, blocks, block_size, node_start, nodes)
     num_positions = 0  # positions of a part, and its nodes
     for p in range(len(part_entry)):
         for n in range(part_start[p], part_start[p + 1] if part_entry[p] >= 0 else 0):
@@ -856,7 +837,7 @@ def attention(
     query: Any, keys: Any, values: Any, seen: VisibleKeys, *, scaling: float, softcap: float, sinks: Any, out: Any
 ) -> None:
     """`attention_float32`, or `attention_amx` where layers in bfloat16 use AMX too."""
-    arguments = query, keys, values, *seen, scaling, softcap, sinks, out, numba.get_num_threads()
+    arguments = query, keys, values, seen, scaling, softcap, sinks, out, numba.get_num_threads()
     dims = (query.shape[1], keys.shape[1], query.shape[2], values.shape[2])
     if keys.dtype == np.int16 and bf16_arithmetic() is Arithmetic.AMX and fits_amx(*dims):
         attention_amx(*arguments)

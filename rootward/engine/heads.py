@@ -38,7 +38,7 @@ from rootward.engine.head_weights import (
     rotations,
 )
 from rootward.engine.kv_cache import PagedLayer, gathered
-from rootward.engine.layers import Layer, Scratch
+from rootward.engine.layers import DecoderLayers, Layer
 
 PREFIXES = ("model.", "layers.0.", "midlayer.")  # the last two: the same layer in two spellings
 
@@ -93,7 +93,8 @@ class Head:
         self.output = weights.output()
         weights.finish()
         own = rotations(config, config.max_position_embeddings, dim)
-        self.rotations: Any = own if self.has_kernels else TorchRotations(own, self.device)
+        self.rotations = TorchRotations(own, self.device)
+        self.by_kernels = DecoderLayers([self.layer], (), own) if self.has_kernels else None
 
     # -- computing ----------------------------------------------------------------------------------------------------
 
@@ -112,12 +113,11 @@ class Head:
     def __call__(self, step: Step, cells: PagedLayer, feature_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         embedded = functional.embedding(step.ids.reshape(-1), self.embedding)
         x_NE, read = self._inputs(embedded, feature_NE)
-        if self.has_kernels:
+        if self.by_kernels is not None:
             use_threads(torch.get_num_threads())
-            x_NE, scratch = x_NE.clone(), Scratch(self.layer, len(x_NE))
-            x, inputs = x_NE.numpy(), self.layer.qkv.array_of(read)
-            self.layer(x, inputs, step, cells=cells, rotations=self.rotations, scratch=scratch)
-            x_NE += torch.from_numpy(scratch.delta)
+            x_NE = x_NE.clone()
+            delta, _ = self.by_kernels(x_NE.numpy(), step, [cells], read=self.layer.qkv.array_of(read))
+            x_NE += torch.from_numpy(delta)
         else:
             x_NE = self._layer_by_torch(x_NE, read, step, cells)
         normed = x_NE if self.norm is None else self.norm.of(x_NE)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numba
@@ -24,6 +25,14 @@ from torch.nn import functional
 from rootward.engine import cpu_kernels
 from rootward.engine.batch import Step
 from rootward.engine.cpu_attention import no_sinks
+from rootward.engine.cpu_decoder import (
+    LayerArrays,
+    LayerRows,
+    LayerScratch,
+    LayerSettings,
+    address_table,
+    decoder_layers,
+)
 from rootward.engine.cpu_kernels import Arithmetic
 from rootward.engine.cpu_tiles import AMX_PAIRS
 from rootward.engine.kv_cache import PagedLayer
@@ -196,27 +205,9 @@ class Rotations:
         return Rotations(*(of[0, :, : dim // 2].float().contiguous().numpy() for of in both))
 
 
-class Scratch:
-    """Results on the way through decoder layers, which have the same sizes. delta float32[N, E]: of the layer."""
-
-    def __init__(self, layer: Layer, num_rows: int):
-        self.normed, self.attended, self.gated = (
-            reader.new_inputs(num_rows) for reader in (layer.gate_up, layer.out, layer.down)
-        )
-        self.qkv, self.query, self.delta, self.gate_up = (
-            np.empty((num_rows, width), np.float32)
-            for width in (
-                layer.qkv.out_features,
-                layer.out.in_features,
-                layer.down.out_features,
-                layer.gate_up.out_features,
-            )
-        )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """A decoder layer without the norm of its input. The linear layers are `Linear`."""
+    """A decoder layer without the norm of its input. The linear layers are `Linear` where kernels compute it."""
 
     dim: int
     num_q: int
@@ -230,28 +221,95 @@ class Layer:
     gate_up: Any
     down: Any
 
-    def __call__(
-        self, x: Any, read: Any, step: Step, *, cells: PagedLayer, rotations: Rotations, scratch: Scratch
-    ) -> None:
-        """Of the residual stream x float32[N, E], and the inputs of the layer of queries, keys and values. The result is
-        x + scratch.delta."""
-        if not cells.is_initialized:
-            new = torch.empty(1, self.num_kv, 1, self.dim, dtype=self.qkv.dtype)
-            cells.lazy_initialization(new, new)
-        keys, values = cells.arrays
-        self.qkv.multiply(read, scratch.qkv)
-        query = scratch.query.reshape(len(x), self.num_q, self.dim)
-        at, norms = (step.positions.numpy(), step.write.numpy()), (self.head_norms, self.head_eps)
-        cpu_kernels.rotate(scratch.qkv, rotations.cos, rotations.sin, *at, *norms, query, keys, values)
-        seen, sinks = step.visible(cells.window), no_sinks(self.num_q)
-        cpu_kernels.attention(
-            query, keys, values, seen, scaling=self.scaling, softcap=0.0, sinks=sinks, out=scratch.attended
+    @property
+    def settings(self) -> LayerSettings:
+        return LayerSettings(self.before_mlp.eps, self.head_eps, float(self.scaling), no_sinks(self.num_q))
+
+    @property
+    def amx(self) -> tuple[bool | None, ...]:
+        """The arguments `amx_...` of `decoder_layers`."""
+        qkv, out, gate_up, down = (
+            linear.arithmetic is Arithmetic.AMX for linear in (self.qkv, self.out, self.gate_up, self.down)
         )
-        self.out.multiply(scratch.attended, scratch.delta)
-        self.before_mlp(x, scratch.delta, scratch.normed)
-        self.gate_up.multiply(scratch.normed, scratch.gate_up)
-        cpu_kernels.gate(scratch.gate_up, scratch.gated)
-        self.down.multiply(scratch.gated, scratch.delta)
+        fits = cpu_kernels.fits_amx(self.num_q, self.num_kv, self.dim, self.dim)
+        attention = fits and self.qkv.dtype == torch.bfloat16 and cpu_kernels.bf16_arithmetic() is Arithmetic.AMX
+        return tuple(flag or None for flag in (qkv, attention, out, gate_up, down))
+
+
+class DecoderLayers:
+    """Layers by kernels, all of them in one call.
+
+    norms  of the inputs of the layers; none: the caller gives what queries, keys and values of the only layer are made of
+    """
+
+    def __init__(self, layers: Sequence[Layer], norms: Sequence[Norm], rotations: Rotations):
+        """ValueError: the layers differ in sizes, or in anything else but their weights."""
+        self._layers, self._norms, self._rotations = layers, norms, rotations
+        self._settings, self._amx = layers[0].settings, layers[0].amx
+        for layer in layers:
+            if layer.amx != self._amx or layer.settings[:-1] != self._settings[:-1] or layer.num_q != layers[0].num_q:
+                raise ValueError("layers differ in the scale of attention, in a norm's eps or in their arithmetic")
+        self._cells: list[PagedLayer] = []
+
+    def __call__(
+        self, x: Any, step: Step, cells: Sequence[PagedLayer], *, read: Any = None, exposed: Sequence[int] = ()
+    ) -> tuple[Any, Any]:
+        """The result of the last layer is x + delta. Returns (delta float32[N, E]; inputs of the layers `exposed`, float32[·, N, E]).
+
+        x: float32[N, E], the input of the first layer, which changes; read: see `norms`, as `Linear.array_of` makes it.
+        """
+        if self._cells != list(cells):
+            self._read_from(cells)
+        scratch = self._scratch(len(x), read)
+        rows = LayerRows(self._rotations.cos, self._rotations.sin, step.positions.numpy(), step.write.numpy())
+        place_of_state, states = np.full(len(self._layers), -1), np.empty((len(exposed), *x.shape), np.float32)
+        place_of_state[list(exposed)] = np.arange(len(exposed))
+        for first, last in self._runs:
+            decoder_layers(
+                x,
+                first,
+                last,
+                self._addresses,
+                self._like,
+                self._settings,
+                rows,
+                step.visible(cells[first].window),
+                scratch,
+                read is None,
+                place_of_state,
+                states,
+                *self._amx,
+                numba.get_num_threads(),
+            )
+        return scratch.delta, states
+
+    def _read_from(self, cells: Sequence[PagedLayer]) -> None:
+        """Let the layers read and write these cells."""
+        self._arrays = [self._arrays_of(i, own) for i, own in enumerate(cells)]
+        self._cells, self._like, self._addresses = list(cells), self._arrays[0], address_table(self._arrays)
+        starts = [i for i, own in enumerate(cells) if i == 0 or own.window != cells[i - 1].window]
+        self._runs = list(pairwise([*starts, len(cells)]))  # of layers with one window
+
+    def _arrays_of(self, index: int, cells: PagedLayer) -> LayerArrays:
+        layer = self._layers[index]
+        if not cells.is_initialized:
+            new = torch.empty(1, layer.num_kv, 1, layer.dim, dtype=layer.qkv.dtype)
+            cells.lazy_initialization(new, new)
+        linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
+        before_attention = self._norms[index] if self._norms else layer.before_mlp  # a substitute that nothing reads
+        norms = before_attention.weight, layer.before_mlp.weight, layer.head_norms
+        return LayerArrays._make([*(part for one in linears for part in (one.packed, one.bias)), *norms, *cells.arrays])
+
+    def _scratch(self, num_rows: int, read: Any) -> LayerScratch:
+        layer = self._layers[0]
+        inputs = [one.new_inputs(num_rows) for one in (layer.out, layer.gate_up, layer.down)]
+        inputs = [layer.qkv.new_inputs(num_rows) if read is None else read, *inputs]
+        words = (one.view(np.int32) if one.dtype == np.int16 else one for one in inputs)
+        twice = [array for both in zip(inputs, words, strict=True) for array in both]
+        qkv, gate_up = (np.empty((num_rows, one.out_features), np.float32) for one in (layer.qkv, layer.gate_up))
+        query = np.empty((num_rows, layer.num_q, layer.dim), np.float32)
+        delta = np.zeros((num_rows, layer.down.out_features), np.float32)
+        return LayerScratch._make([*twice, qkv, query, gate_up, delta])
 
 
 class LlamaNetwork:
@@ -262,30 +320,28 @@ class LlamaNetwork:
     """
 
     def __init__(self, network: Any, max_positions: int):
-        """`network`: one whose linear layers have been replaced."""
+        """`network`: one whose linear layers have been replaced. ValueError: its layers differ from one another."""
         self.exposed: frozenset[int] = frozenset()
         self.states: dict[int, torch.Tensor] = {}
         body = network.model
         self.embedding, self.head = body.embed_tokens.weight, network.lm_head
-        self.layers = [_layer(layer) for layer in body.layers]
-        self.norms = [*(_norm(layer.input_layernorm) for layer in body.layers), _norm(body.norm)]
-        self.rotations = Rotations.of(body.rotary_emb, max_positions, self.layers[0].dim)
+        layers = [_layer(layer) for layer in body.layers]
+        rotations = Rotations.of(body.rotary_emb, max_positions, layers[0].dim)
+        self.num_layers = len(layers)
+        self.layers = DecoderLayers(layers, [_norm(layer.input_layernorm) for layer in body.layers], rotations)
+        self.norm = _norm(body.norm)
 
     def __call__(self, step: Step, cells: Sequence[PagedLayer]) -> torch.Tensor:
-        x_NE = functional.embedding(step.ids, self.embedding).float()
         cpu_kernels.use_threads(torch.get_num_threads())
-        x, scratch, delta = x_NE.numpy(), Scratch(self.layers[0], len(x_NE)), None
-        for i, (norm, layer, own) in enumerate(zip(self.norms, self.layers, cells, strict=False)):
-            norm(x, delta, scratch.normed)
-            if i in self.exposed:
-                self.states[i] = x_NE.clone()
-            layer(x, scratch.normed, step, cells=own, rotations=self.rotations, scratch=scratch)
-            delta = scratch.delta
+        x = functional.embedding(step.ids, self.embedding).float().numpy()
+        inputs = sorted(self.exposed - {self.num_layers})
+        delta, states = self.layers(x, step, cells, exposed=inputs)
+        self.states = dict(zip(inputs, torch.from_numpy(states), strict=True))
         final = self.head.new_inputs(len(x))
-        self.norms[-1](x, delta, final)
-        if len(self.layers) in self.exposed:
-            rows = torch.from_numpy(final)
-            self.states[len(self.layers)] = (rows.view(torch.bfloat16) if self.head.rounds_inputs else rows).float()
+        self.norm(x, delta, final)
+        if self.num_layers in self.exposed:
+            normed = torch.from_numpy(final)
+            self.states[self.num_layers] = (normed.view(torch.bfloat16) if self.head.rounds_inputs else normed).float()
         logits: torch.Tensor = self.head.product(final if step.wanted is None else final[step.wanted.numpy()])
         return logits
 

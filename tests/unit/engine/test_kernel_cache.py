@@ -22,7 +22,7 @@ from rootward.engine import cpu_kernels
 PROGRAM = """
 import hashlib
 import numpy as np
-from rootward.engine.cpu_kernels import attention_amx, attention_float32, has_amx
+from rootward.engine.cpu_kernels import VisibleKeys, attention_amx, attention_float32, has_amx
 
 rng = np.random.default_rng(0)
 normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
@@ -30,13 +30,29 @@ length, group, dim = 203, 3, 64
 keys, values, query, out = normal(208, 1, dim), normal(208, 1, dim), 3 * normal(1, group, dim), normal(1, group * dim)
 index = lambda *numbers: np.array(numbers, dtype=np.int64)
 blocks, sinks = np.arange(13, dtype=np.int64)[None], np.full(group, -np.inf, np.float32)
-seen = index(0), index(0, 1), index(0), index(length - 1), blocks, 16, index(0, 1), index(length - 1)
-attention_float32(query, keys, values, *seen, dim**-0.5, 0.0, sinks, out, 1)
+seen = VisibleKeys(index(0), index(0, 1), index(0), index(length - 1), blocks, 16, index(0, 1), index(length - 1))
+attention_float32(query, keys, values, seen, dim**-0.5, 0.0, sinks, out, 1)
 print(hashlib.sha256(out.tobytes()).hexdigest())
 if has_amx():
     keys, values = ((of.view(np.uint32) >> 16).astype(np.int16) for of in (keys, values))
-    attention_amx(query, keys, values, *seen, dim**-0.5, 0.0, sinks, out, 1)
+    attention_amx(query, keys, values, seen, dim**-0.5, 0.0, sinks, out, 1)
     print(hashlib.sha256(out.tobytes()).hexdigest())
+"""
+
+NETWORK = """
+import hashlib
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from rootward.engine.model import HuggingFaceModel
+from rootward.ports import Rows
+
+torch.manual_seed(0)
+sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
+network = LlamaForCausalLM(LlamaConfig(vocab_size=90, num_hidden_layers=2, **sizes)).to(torch.bfloat16).eval()
+model = HuggingFaceModel(network, name="small", max_slots=1, max_len=64)
+assert model.llama is not None
+logits = model.forward([Rows.chain(model.open(), 1, range(2, 49))])
+print(hashlib.sha256(logits.numpy().tobytes()).hexdigest())
 """
 
 
@@ -48,17 +64,25 @@ import numba
 FEATURES = "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512bf16 amx-tile amx-bf16".split()
 llvmlite.binding.get_host_cpu_features = lambda: dict.fromkeys(FEATURES, True)
 numba.config.CPU_NAME, numba.config.CPU_FEATURES = "sapphirerapids", ",".join(f"+{name}" for name in FEATURES)
-from rootward.engine import cpu_kernels
+from rootward.engine import cpu_decoder, cpu_kernels
 
 index, number = numba.int64[::1], numba.float64
 rows = {kind: kind[:, ::1] for kind in (numba.float32, numba.int16, numba.int32)}
 pairs, floats, halves = rows[numba.int32], rows[numba.float32], rows[numba.int16]
 cells = numba.int16[:, :, ::1]
 cpu_kernels.linear_amx.compile((pairs, numba.int32[:, :, ::1], floats, floats, numba.intp))
-seen = index, index, index, index, numba.int64[:, ::1], numba.intp, index, index
-given = numba.float32[:, :, ::1], cells, cells, *seen, number, number, numba.float32[::1], halves, numba.intp
-cpu_kernels.attention_amx.compile(given)
-for kernel in (cpu_kernels.linear_amx, cpu_kernels.attention_amx):
+named = lambda kind, *types: numba.types.NamedTuple(types, kind)
+seen = named(cpu_kernels.VisibleKeys, index, index, index, index, numba.int64[:, ::1], numba.intp, index, index)
+query, vector = numba.float32[:, :, ::1], numba.float32[::1]
+cpu_kernels.attention_amx.compile((query, cells, cells, seen, number, number, vector, halves, numba.intp))
+weights = (numba.int32[:, :, ::1], floats) * 4
+like = named(cpu_decoder.LayerArrays, *weights, vector, vector, numba.none, cells, cells)
+settings = named(cpu_decoder.LayerSettings, number, number, number, vector)
+rows = named(cpu_decoder.LayerRows, floats, floats, index, index)
+scratch = named(cpu_decoder.LayerScratch, *(halves, pairs) * 4, floats, query, floats, floats)
+given = floats, numba.intp, numba.intp, numba.int64[:, ::1], like, settings, rows, seen, scratch, numba.boolean, index, query
+cpu_decoder.decoder_layers.compile((*given, *[numba.boolean] * 5, numba.intp))
+for kernel in (cpu_kernels.linear_amx, cpu_kernels.attention_amx, cpu_decoder.decoder_layers):
     (code,) = kernel.inspect_asm().values()
     print(code.count("tdpbf16ps") > 0)
 """
@@ -67,22 +91,26 @@ for kernel in (cpu_kernels.linear_amx, cpu_kernels.attention_amx):
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is of x86-64")
 def test_kernels_for_amx_compile_on_a_processor_without_it(tmp_path: Path) -> None:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", COMPILED_FOR_AMX]
-    run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=600)
-    assert run.stdout.split() == ["True", "True"]
+    assert output_of(COMPILED_FOR_AMX, tmp_path).split() == ["True"] * 3
 
 
 def test_a_compiled_kernel_and_a_cached_one_have_the_same_bits(tmp_path: Path) -> None:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", PROGRAM]
-    found = [
-        subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300).stdout
-        for _ in range(2)
-    ]
+    found = [output_of(PROGRAM, tmp_path) for _ in range(2)]
     kernels = 2 if cpu_kernels.has_amx() else 1
     assert len(list(tmp_path.rglob("*.nbc"))) == len(found[0].split()) == kernels
     assert found[0] == found[1]
+
+
+def test_a_compiled_network_and_a_cached_one_have_the_same_bits(tmp_path: Path) -> None:
+    compiled, cached = (output_of(NETWORK, tmp_path) for _ in range(2))
+    assert compiled == cached
+
+
+def output_of(program: str, cache: Path) -> str:
+    """Of a process with this folder for kernels."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=600).stdout
 
 
 def test_the_first_kernel_leaves_torch_its_threads() -> None:
