@@ -39,10 +39,8 @@ class Step:
         rows = [entry.plan.num_rows for entry in entries]
         self.width = max(rows)
         self.max_position = max(int(entry.plan.positions.max()) for entry in entries)
-        packed = packed_rows(entries, len(entries), self.width, size)
+        packed = packed_rows(entries, len(entries), self.width, size) if pad else joined_rows(entries, size)
         self.offsets = [b * self.width if pad else sum(rows[:b]) for b in range(len(rows))]
-        if not pad:
-            packed = packed[:, np.arange(self.width) < np.array(rows)[:, None]]
         self.ids, self.positions, write = self._on_device(packed).unbind(0)  # one array: one copy
         self.write = write.reshape(-1)
         wanted = np.concatenate([offset + np.asarray(keep) for offset, keep in zip(self.offsets, kept, strict=True)])
@@ -70,6 +68,14 @@ class Step:
         if window not in self._visible:
             self._visible[window] = cpu_attention.visible_keys(self.entries, self.offsets, len(self.write), window)
         return self._visible[window]
+
+
+def joined_rows(entries: Sequence[Entry], size: Size) -> NDArray[np.int64]:
+    """int64[3, N]: ids, positions and cells of the rows, without padding."""
+    parts = [(one.rows.token, one.plan.positions, one.table.cells(one.plan.cells)) for one in entries]
+    joined = np.array([np.concatenate(column) for column in zip(*parts, strict=True)], np.int64)
+    np.minimum(joined[1], size.max_positions - 1, out=joined[1])  # rows beyond the network's context are never used
+    return joined
 
 
 def packed_rows(entries: Sequence[Entry], num: int, width: int, size: Size) -> NDArray[np.int64]:

@@ -16,6 +16,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from rootward.core.distribution import LARGEST
 from rootward.engine import cpu_kernels  # sets the cache directory of numba
 
 exact = {"nogil": True, "cache": True, "error_model": "numpy"}
@@ -51,6 +52,33 @@ def gather(probs: Any, ids: Any, at: Any, tail: Any) -> None:
         for g in range(num_ids):
             if ids[t, g] >= 0:
                 row[ids[t, g]] = at[t, g]
+
+
+@numba.njit([(F32_2, F2, I2)], **exact)
+def likeliest(logits: Any, table: Any, packed: Any) -> None:
+    """packed[T, K]: the K likeliest tokens of logits[T, V], by decreasing weight and then by increasing id, both in one number, as
+    `atoms.Atoms.reduce` says. table[T, 0]: temperatures. Few tokens are ever put in order, so the time is that of reading the logits."""
+    num = packed.shape[1]
+    best, ids = np.empty(num, np.float32), np.empty(num, np.int64)
+    for t in range(len(logits)):
+        best[:], ids[:] = -np.inf, 0
+        for x in range(logits.shape[1]):
+            score = logits[t, x]
+            if score > best[num - 1]:
+                i = num - 1
+                while i > 0 and score > best[i - 1]:
+                    best[i], ids[i] = best[i - 1], ids[i - 1]
+                    i -= 1
+                best[i], ids[i] = score, x
+        temperature = np.float32(table[t, 0])
+        for i in range(num):
+            mass = np.exp((best[i] - best[0]) / temperature)
+            weight = max(1, int(np.rint(mass * np.float32(LARGEST)))) if mass > 0.0 else 0
+            number, j = (LARGEST - weight) << 32 | ids[i], i
+            while j > 0 and packed[t, j - 1] > number:  # of equal weight
+                packed[t, j] = packed[t, j - 1]
+                j -= 1
+            packed[t, j] = number
 
 
 @numba.njit([(F32_2, F32_2, F1), (F2, F2, F1)], parallel=cpu_kernels.HAS_OPENMP, **exact)
