@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -34,9 +35,9 @@ def service(module: str, *flags: str) -> AbstractAsyncContextManager[str]:
 
 
 @asynccontextmanager
-async def address_of(*command: str) -> AsyncIterator[str]:
-    """The address that a process announces; the process is stopped on exit."""
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)
+async def address_of(*command: str, cwd: Path | None = None) -> AsyncIterator[str]:
+    """The address that a process announces; the process is stopped on exit. cwd: folder that it runs in."""
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL, cwd=cwd)
     try:
         yield await _address(process, command)
     finally:

@@ -58,7 +58,7 @@ class Atoms(NamedTuple):
         """int64[T, K + A], decoded by `read`. table_Tn: the numbers of `_numbers`."""
         if self._fits_kernel(logits_TV):
             packed_TK = torch.empty(len(logits_TV), self.num_atoms, dtype=torch.int64)
-            kernels.likeliest(logits_TV.contiguous().numpy(), table_Tn.numpy(), packed_TK.numpy())
+            kernels.likeliest(logits_TV.contiguous().numpy(), table_Tn.contiguous().numpy(), packed_TK.numpy())
             return packed_TK
         temperature, floor, rank, share = table_Tn.to(logits_TV.dtype)[:, :, None].unbind(1)
         score_TV = (logits_TV - logits_TV.amax(-1, keepdim=True)) / temperature

@@ -36,7 +36,7 @@ from rootward.engine.cpu_kernels import (
 
 
 class LayerArrays(NamedTuple):
-    """Of one layer. Weights and biases of linear layers are as `cpu_kernels.packed` and `packed_bias` make them."""
+    """Of a layer. Weights and biases of linear layers are as `cpu_kernels.packed` and `packed_bias` make them."""
 
     qkv: Any
     qkv_bias: Any
@@ -89,14 +89,17 @@ class LayerScratch(NamedTuple):
     delta: Any  # float32[N, E]: what the layer adds to the residual stream
 
 
+ADDRESSES = np.dtype([(name, np.int64) for name in LayerArrays._fields])
+
+
 def address_table(layers: Sequence[LayerArrays]) -> Any:
-    """int64[L, ·]: where the arrays of each layer are. ValueError if they are not like those of the first."""
+    """ADDRESSES[L]: where the arrays of each layer are, 0 for None. ValueError if their types or shapes are not those of the first."""
     like = [None if array is None else (array.shape, array.dtype) for array in layers[0]]
     for i, own in enumerate(layers):
         if [None if array is None else (array.shape, array.dtype) for array in own] != like:
             raise ValueError(f"layer {i} has other sizes than layer 0")
         assert all(array is None or array.flags.c_contiguous for array in own)
-    return np.array([[0 if array is None else array.ctypes.data for array in own] for own in layers], np.int64)
+    return np.array([tuple(0 if array is None else array.ctypes.data for array in own) for own in layers], ADDRESSES)
 
 
 @intrinsic
@@ -146,20 +149,20 @@ def decoder_layers(
     """
     for i in range(first, last):
         at = addresses[i]
-        keys, values = _array_at(at[11], like.keys), _array_at(at[12], like.values)
+        keys, values = _array_at(at.keys, like.keys), _array_at(at.values, like.values)
         if norms_input:
-            norm = _array_at(at[8], like.before_attention)
+            norm = _array_at(at.before_attention, like.before_attention)
             norm_rows(x, scratch.delta, norm, settings.eps, scratch.before_attention)
         place = place_of_state[i]
         for n in range(len(x) if place >= 0 else 0):
             for e in range(x.shape[1]):
                 states[place, n, e] = x[n, e]
-        weight, bias = _array_at(at[0], like.qkv), _array_at(at[1], like.qkv_bias)
+        weight, bias = _array_at(at.qkv, like.qkv), _array_at(at.qkv_bias, like.qkv_bias)
         if amx_qkv is None:
             linear(scratch.before_attention_words, weight, bias, scratch.qkv, threads)
         else:
             linear_amx(scratch.before_attention_words, weight, bias, scratch.qkv, threads)
-        head_norms = _array_at(at[10], like.head_norms)
+        head_norms = _array_at(at.head_norms, like.head_norms)
         rotate_rows(
             scratch.qkv,
             rows.cos,
@@ -180,19 +183,19 @@ def decoder_layers(
             attention_amx(
                 scratch.query, keys, values, seen, settings.scaling, 0.0, settings.sinks, scratch.attended, threads
             )
-        weight, bias = _array_at(at[2], like.out), _array_at(at[3], like.out_bias)
+        weight, bias = _array_at(at.out, like.out), _array_at(at.out_bias, like.out_bias)
         if amx_out is None:
             linear(scratch.attended_words, weight, bias, scratch.delta, threads)
         else:
             linear_amx(scratch.attended_words, weight, bias, scratch.delta, threads)
-        norm_rows(x, scratch.delta, _array_at(at[9], like.before_mlp), settings.eps, scratch.before_mlp)
-        weight, bias = _array_at(at[4], like.gate_up), _array_at(at[5], like.gate_up_bias)
+        norm_rows(x, scratch.delta, _array_at(at.before_mlp, like.before_mlp), settings.eps, scratch.before_mlp)
+        weight, bias = _array_at(at.gate_up, like.gate_up), _array_at(at.gate_up_bias, like.gate_up_bias)
         if amx_gate_up is None:
             linear(scratch.before_mlp_words, weight, bias, scratch.gate_up, threads)
         else:
             linear_amx(scratch.before_mlp_words, weight, bias, scratch.gate_up, threads)
         gate(scratch.gate_up, scratch.gated)
-        weight, bias = _array_at(at[6], like.down), _array_at(at[7], like.down_bias)
+        weight, bias = _array_at(at.down, like.down), _array_at(at.down_bias, like.down_bias)
         if amx_down is None:
             linear(scratch.gated_words, weight, bias, scratch.delta, threads)
         else:

@@ -255,9 +255,12 @@ class DecoderLayers:
     def __call__(
         self, x: Any, step: Step, cells: Sequence[PagedLayer], *, read: Any = None, exposed: Sequence[int] = ()
     ) -> tuple[Any, Any]:
-        """The result of the last layer is x + delta. Returns (delta float32[N, E]; inputs of the layers `exposed`, float32[·, N, E]).
+        """Returns (delta float32[N, E], with which x + delta is the result of the last layer; inputs of the layers `exposed`,
+        float32[·, N, E]).
 
-        x: float32[N, E], the input of the first layer, which changes; read: see `norms`, as `Linear.array_of` makes it.
+        x      float32[N, E]: the input of the first layer, changed in place
+        cells  of each layer
+        read   see `norms`; as `Linear.array_of` makes it
         """
         if self._cells != list(cells):
             self._read_from(cells)

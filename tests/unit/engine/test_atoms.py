@@ -53,6 +53,35 @@ def test_atoms_are_those_of_the_processed_laws(vocab: int, num_atoms: int, way: 
         np.testing.assert_array_equal(np.where(got.weight > 0, got.ids, -1), ids)
 
 
+@pytest.mark.parametrize(("vocab", "num_atoms"), [(7, 3), (7, 7), (7, 64), (5000, 32), (5000, 64), (5000, 65)])
+@pytest.mark.parametrize("are_integers", [False, True])  # many equal ones
+def test_compiled_loop_of_float32_gives_what_tensors_give(
+    vocab: int, num_atoms: int, are_integers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(vocab)
+    wishes = WISHES[:2] * 2
+    logits = rng.normal(size=(len(wishes), vocab)) * 3.0
+    rows = torch.from_numpy(np.round(logits) if are_integers else logits).float()
+    rows[1, rng.permutation(vocab)[: vocab // 2]] = -torch.inf
+    rows[2] = -torch.inf
+    by_loop = found(rows, wishes, num_atoms)
+    monkeypatch.setattr(atoms.Atoms, "_fits_kernel", lambda *_: False)
+    by_tensors = found(rows, wishes, num_atoms)
+    assert by_loop.weight[2].max() == 0
+    np.testing.assert_allclose(by_loop.weight, by_tensors.weight, rtol=0, atol=1)  # exponentials differ in the last bit
+    same = (by_loop.weight == by_tensors.weight).all(1)
+    np.testing.assert_array_equal(
+        np.where(by_loop.weight > 0, by_loop.ids, -1)[same], np.where(by_tensors.weight > 0, by_tensors.ids, -1)[same]
+    )
+
+
+def test_compiled_loop_takes_part_of_a_table() -> None:
+    kind, reduction = atoms_of(WISHES[:2], 40, 4)
+    rows = torch.randn(2, 40)
+    part = torch.from_numpy(np.column_stack([[0, 0], reduction.table]))[:, 1:]
+    assert torch.equal(kind.reduce(rows, part), kind.reduce(rows, torch.from_numpy(reduction.table)))
+
+
 def test_of_equally_likely_tokens_the_smaller_ids_are_kept(way: str) -> None:
     rng = np.random.default_rng(2)
     for _ in range(40):

@@ -80,7 +80,8 @@ like = named(cpu_decoder.LayerArrays, *weights, vector, vector, numba.none, cell
 settings = named(cpu_decoder.LayerSettings, number, number, number, vector)
 rows = named(cpu_decoder.LayerRows, floats, floats, index, index)
 scratch = named(cpu_decoder.LayerScratch, *(halves, pairs) * 4, floats, query, floats, floats)
-given = floats, numba.intp, numba.intp, numba.int64[:, ::1], like, settings, rows, seen, scratch, numba.boolean, index, query
+addresses = numba.from_dtype(cpu_decoder.ADDRESSES)[::1]
+given = floats, numba.intp, numba.intp, addresses, like, settings, rows, seen, scratch, numba.boolean, index, query
 cpu_decoder.decoder_layers.compile((*given, *[numba.boolean] * 5, numba.intp))
 for kernel in (cpu_kernels.linear_amx, cpu_kernels.attention_amx, cpu_decoder.decoder_layers):
     (code,) = kernel.inspect_asm().values()
