@@ -1,7 +1,7 @@
 """`python -m benchmarks.versions --other CHECKOUT --model FOLDER`: the services of this checkout beside those of another one.
 
-    git worktree add /tmp/before HEAD~1
-    python -m benchmarks.versions --other /tmp/before --model FOLDER --head rootward/demo/smollm2_head --out RESULT.json
+    git worktree add ../before HEAD~1
+    python -m benchmarks.versions --other ../before --model FOLDER --head rootward/demo/smollm2_head --out RESULT.json
 
 Verifier and gateway of both run at the same time, and each request goes to one and then to the other; which is first changes by turns. A
 machine whose speed changes from minute to minute (docs/log.md, lesson 6) changes both alike, so the ratio of each pair counts: its median,

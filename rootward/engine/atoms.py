@@ -28,7 +28,7 @@ from rootward.engine import verify_kernels as kernels
 from rootward.ports import Reduction
 
 MOST_CANDIDATES = 4096
-MOST_OF_KERNEL = 64  # atoms that `likeliest` keeps in order
+MOST_SORTED_ATOMS = 64  # that `verify_kernels.likeliest` keeps
 ID = 0xFFFFFFFF  # the low half of a packed number is the token
 
 
@@ -80,7 +80,7 @@ class Atoms(NamedTuple):
 
     def _fits_kernel(self, logits_TV: torch.Tensor) -> bool:
         """On a CPU one loop takes a fraction of the time of some fifteen operations on tensors."""
-        plain = not self.cuts and not self.num_likely and 0 < self.num_atoms <= MOST_OF_KERNEL
+        plain = not self.cuts and not self.num_likely and 0 < self.num_atoms <= MOST_SORTED_ATOMS
         return plain and logits_TV.device.type == "cpu" and logits_TV.dtype == torch.float32
 
     def read(self, table: Ints) -> Found:

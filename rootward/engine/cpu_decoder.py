@@ -98,7 +98,8 @@ def address_table(layers: Sequence[LayerArrays]) -> Any:
     for i, own in enumerate(layers):
         if [None if array is None else (array.shape, array.dtype) for array in own] != like:
             raise ValueError(f"layer {i} has other sizes than layer 0")
-        assert all(array is None or array.flags.c_contiguous for array in own)
+        if any(array is not None and not array.flags.c_contiguous for array in own):
+            raise ValueError(f"layer {i} has an array that is not contiguous; its address does not describe it")
     return np.array([tuple(0 if array is None else array.ctypes.data for array in own) for own in layers], ADDRESSES)
 
 

@@ -202,7 +202,7 @@ def norm_rows(x, delta, weight, eps, out):
 
 @kernel
 def norm(x: Any, delta: Any, weight: Any, eps: float, out: Any) -> None:
-    """`norm_rows`"""
+    """`norm_rows`, for callers in Python."""
     norm_rows(x, delta, weight, eps, out)
 
 

@@ -1,4 +1,4 @@
-"""The loops of `rootward.engine.verify`, `noise` and `sampling` over nodes, atoms and tokens, compiled by numba.
+"""The loops of `rootward.engine.verify`, `atoms`, `noise` and `sampling` over nodes, atoms and tokens, compiled by numba.
 
 A round needs a few thousand operations that depend on each other. Array operations on so few numbers cost more than the arithmetic.
 Compiled loops take microseconds, and they compute each number in the same order whatever else is in the batch.

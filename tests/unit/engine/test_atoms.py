@@ -75,7 +75,7 @@ def test_compiled_loop_of_float32_gives_what_tensors_give(
     )
 
 
-def test_compiled_loop_takes_part_of_a_table() -> None:
+def test_compiled_loop_takes_a_table_that_is_not_contiguous() -> None:
     kind, reduction = atoms_of(WISHES[:2], 40, 4)
     rows = torch.randn(2, 40)
     part = torch.from_numpy(np.column_stack([[0, 0], reduction.table]))[:, 1:]
