@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,7 +19,9 @@ from rootward.core.frames import Commit, Features, Open, extend_hash
 from rootward.core.growth import BestFirst
 from rootward.core.living_tree import Snapshot
 from rootward.engine.grower import Grower
-from rootward.engine.head_model import DraftHead
+
+if TYPE_CHECKING:  # a verifier without a head loads none
+    from rootward.engine.head_model import DraftHead
 
 WINDOW = 1024  # positions that the head reads at once: of a longer prompt the last ones
 

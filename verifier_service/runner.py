@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,12 +26,14 @@ from rootward.core.living_tree import Row, Snapshot
 from rootward.core.requests import Rule, Sampling, TokenLogprob
 from rootward.core.rng import Key
 from rootward.core.tree import TokenTree, root_only
-from rootward.engine.head_model import DraftHead
 from rootward.engine.processors import Prefix, adjusted
 from rootward.engine.sampling import token_logprobs
 from rootward.engine.verify import LawFunction, decide, forest_law
 from rootward.ports import COMMITTED, LanguageModel, Rows
 from verifier_service.head_drafts import HeadDrafts, Wanted
+
+if TYPE_CHECKING:  # a verifier without a head loads none
+    from rootward.engine.head_model import DraftHead
 
 FIRST_FILL_ID = 1 << 40  # node ids of the end of a prefill in a round; nodes of trees have smaller ones
 

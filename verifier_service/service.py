@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 import structlog
 from redis.asyncio import Redis, RedisCluster
@@ -16,7 +17,6 @@ import rootward
 from rootward.core.frames import Hello
 from rootward.core.requests import Committed, SpeculationMode, VerifierRequest
 from rootward.engine.grammar import Grammars, TreeMatcher, Vocabulary
-from rootward.engine.head_model import DraftHead
 from rootward.errors import DeadlineExceeded, NoDrafter, ServiceError, Unavailable
 from rootward.ports import Discovery, LanguageModel, VerifierInfo
 from rootward.tracing import request_span
@@ -31,6 +31,9 @@ from verifier_service.runner import Runner
 from verifier_service.session import Session, check_drafter, choose_rule
 from verifier_service.settings import VerifierSettings
 from verifier_service.step_time import StepTime
+
+if TYPE_CHECKING:  # a verifier without a head loads none
+    from rootward.engine.head_model import DraftHead
 
 log = structlog.get_logger("verifier")
 

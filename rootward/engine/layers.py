@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
@@ -35,7 +35,9 @@ from rootward.engine.cpu_decoder import (
 )
 from rootward.engine.cpu_kernels import Arithmetic
 from rootward.engine.cpu_tiles import AMX_PAIRS
-from rootward.engine.kv_cache import PagedLayer
+
+if TYPE_CHECKING:
+    from rootward.engine.kv_cache import PagedLayer
 
 KINDS = {"llama", "mistral", "qwen2", "qwen3"}
 # Their modules, by name. One more, and something has been added.

@@ -299,7 +299,9 @@ async def test_idle_active_scaled_idle():
             while min(await pods.sessions()) < 1:  # the new ones take over
                 await asyncio.sleep(0.1)
         await loop.phase(0, lambda: not pods.asked, patience=200)
-    assert pods.ended == [0, 0, 0]
+    # Where requests take longer than the down window to begin, a pod may go and come back before the end: it ends as the others do.
+    assert len(pods.ended) >= 3
+    assert set(pods.ended) == {0}
 
 
 @pytest.mark.long

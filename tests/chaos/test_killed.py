@@ -14,7 +14,7 @@ from rootward.errors import BadRequestError
 
 TARGET = "tabular:vocab=8,seed=3,sharpness=2"
 DRAFT = "tabular:vocab=8,seed=3,sharpness=2,noise=0.4,noise_seed=1"
-LONG = SamplingParams(temperature=0, max_tokens=3000)
+LONG = SamplingParams(temperature=0, max_tokens=1500)
 
 
 @pytest.fixture

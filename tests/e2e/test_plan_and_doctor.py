@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.heads import eagle3
+from transformers import AutoModelForCausalLM
 
 from gateway.local import serve_all
 from gateway.settings import LocalSettings
@@ -29,7 +31,7 @@ def command(*arguments: str) -> tuple[int, str, str]:
 def test_plan_of_the_shipped_pair(tmp_path: Path) -> None:
     pair, picture, prompts = demo.paths(), tmp_path / "plan.png", tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in demo.prompts()[:8]))
-    small = ["--load", "2", "--nodes", "4", "--tokens", "48", "--seconds", "8"]
+    small = ["--load", "2", "--nodes", "4", "--tokens", "48", "--seconds", "3"]
     flags = ["--prompts", str(prompts), "--raw", *small, "--out", str(picture), "--json"]
     code, out, err = command("plan", str(pair.target), str(pair.draft), *flags)
     assert code == 0, err
@@ -59,7 +61,7 @@ def acceptance(report: dict[str, Any], temperature: float) -> float:
 def test_plan_of_look_up() -> None:
     pair, small = (
         demo.paths(),
-        ["--load", "1", "--nodes", "4", "--tokens", "48", "--seconds", "4", "--temperatures", "0"],
+        ["--load", "1", "--nodes", "4", "--tokens", "48", "--seconds", "2", "--temperatures", "0"],
     )
     code, out, err = command("plan", str(pair.target), "ngram", *small, "--json")
     assert code == 0, err
@@ -70,13 +72,13 @@ def test_plan_of_look_up() -> None:
     assert all(1.0 < trees["tokens_per_round"] <= 1 + trees["nodes"] for trees in one["trees"])
 
 
-def test_plan_of_a_draft_head() -> None:
+def test_plan_of_a_draft_head(tmp_path: Path) -> None:
     """Its forward counts as drafting, and it is at no distance."""
-    smollm2 = demo.smollm2()
-    if not smollm2.exists():
-        pytest.skip("needs SmolLM2-135M-Instruct (make demo fetches it)")
-    small = ["--load", "1", "--nodes", "4", "--tokens", "16", "--seconds", "8", "--temperatures", "0", "--json"]
-    code, out, err = command("plan", str(smollm2), str(demo.smollm2_head()), *small)
+    target = demo.paths().target
+    network = AutoModelForCausalLM.from_pretrained(target)
+    head = eagle3(tmp_path / "head", network, draft_ids=None)
+    small = ["--load", "1", "--nodes", "4", "--tokens", "16", "--seconds", "2", "--temperatures", "0", "--json"]
+    code, out, err = command("plan", str(target), str(head), *small)
     assert code == 0, err
     report = json.loads(out)
     assert {one["rtt_ms"] for one in report["forecasts"]} == {0.0}

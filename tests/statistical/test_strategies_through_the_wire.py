@@ -40,7 +40,7 @@ def served(strategy: DraftStrategy, mode: DraftMode, rule: Rule) -> bool:
 PAIRS = [
     (text, rule) for text, mode in STRATEGIES.items() for rule in Rule if served(DraftStrategy.parse(text), mode, rule)
 ]
-NUM_REQUESTS, LENGTH = 32, 320
+NUM_REQUESTS, LENGTH = 32, 224
 
 
 def test_every_strategy_and_every_rule_is_there() -> None:
