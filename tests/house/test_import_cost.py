@@ -43,3 +43,10 @@ def test_the_client_loads_nothing_heavy():
 
 def test_the_doctor_needs_no_extra():
     assert loaded_by("from rootward.doctor import machine, system") == set()
+
+
+def test_a_verifier_of_a_table_loads_no_transformers():
+    """It takes seconds to import, and only networks and draft heads need it."""
+    found = loaded_by("import verifier_service.__main__, rootward.engine.tabular")
+    assert "torch" in found
+    assert "transformers" not in found
