@@ -31,7 +31,7 @@ install: $(STAMP)  ## create .venv if missing and install everything into it
 demo: $(STAMP)  ## serve SmolLM2 on this machine, watch it answer, measure it (ARGS="--json FILE" or "--shipped")
 	$(BIN)/python -m benchmarks.demo $(ARGS)
 
-test: $(STAMP)  ## run the tests that every change needs, five to ten minutes (ARGS="-k name" to choose)
+test: $(STAMP)  ## run the tests that every change needs, five to eleven minutes (ARGS="-k name" to choose)
 	$(PYTEST) -m "not slow and not long" $(ARGS)
 
 test-all: test  ## the same, then the slow ones: through the services, kills, deployment, families, fuzzing

@@ -94,6 +94,7 @@ class Pods:
     running: list[Service] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)  # exit codes
     starting: int = 0
+    num_started: int = 0
 
     @property
     def asked(self) -> int:
@@ -102,6 +103,7 @@ class Pods:
     def scale(self, wanted: int, group: asyncio.TaskGroup) -> None:
         for _ in range(wanted - self.asked):
             self.starting += 1
+            self.num_started += 1
             group.create_task(self._start())
         for _ in range(min(len(self.running), self.asked - wanted)):
             group.create_task(self._end(self.running.pop()))  # the youngest first, as a ReplicaSet does
@@ -299,9 +301,9 @@ async def test_idle_active_scaled_idle():
             while min(await pods.sessions()) < 1:  # the new ones take over
                 await asyncio.sleep(0.1)
         await loop.phase(0, lambda: not pods.asked, patience=200)
-    # Where requests take longer than the down window to begin, a pod may go and come back before the end: it ends as the others do.
-    assert len(pods.ended) >= 3
-    assert set(pods.ended) == {0}
+    # On a slow machine one may go between two requests and come back.
+    assert pods.num_started >= 3
+    assert pods.ended == [0] * pods.num_started
 
 
 @pytest.mark.long

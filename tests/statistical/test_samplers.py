@@ -16,7 +16,7 @@ from rootward.core import drafting
 from rootward.core.distribution import DraftDistribution, greedy_family
 from rootward.core.rng import Key, draw_words
 
-SAMPLES = 6_000
+SAMPLES = 12_000
 PLAIN, SPARSE_Q, DEEP = random_model(50), random_model(14, zeros_q=0.7), random_model(51, depth=3)
 
 
