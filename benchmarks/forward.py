@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.results import cpu_model, save
-from rootward.engine import cpu_kernels
 from rootward.engine.layers import Linear
 from rootward.engine.loading import load_model
 from rootward.engine.model import HuggingFaceModel
@@ -44,7 +43,6 @@ def alone(layers: Sequence[Linear], rows: int) -> Callable[[], None]:
     outputs = {one.out_features: torch.empty(rows, one.out_features).numpy() for one in layers}
 
     def run() -> None:
-        cpu_kernels.use_threads(torch.get_num_threads())
         for one in layers:
             one.multiply(inputs[one.in_features], outputs[one.out_features])
 

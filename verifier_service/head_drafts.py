@@ -128,11 +128,12 @@ class HeadDrafts:
         for one in wanted:
             self._keep_last_window(one.session)
         observed = [self._observed[one.session] for one in wanted]
-        fused = self.model.fuse(torch.cat([part for known in observed for part in known.parts])).cpu().numpy()
-        ends = np.cumsum([known.end - known.first for known in observed])
+        parts = [part for known in observed for part in known.parts]
+        fused = self.model.fuse(parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().numpy()
+        ends = np.cumsum([known.end - known.first for known in observed]).tolist()
         for known in observed:
             known.first, known.parts = known.end, []
-        return np.split(fused, ends[:-1])
+        return [fused[first:end] for first, end in zip([0, *ends], ends, strict=False)]
 
     def _extend_text(self, one: Wanted, rows: NDArray[np.float32]) -> bool:
         """Bring the head's text to the end of the session's, with these features of its last tokens. False: no slot is free."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from rootward.ports import Reduction
 MOST_CANDIDATES = 4096
 MOST_SORTED_ATOMS = 64  # that `verify_kernels.likeliest` keeps
 ID = 0xFFFFFFFF  # the low half of a packed number is the token
+NO_TOKENS: Ints = np.empty(0, np.int64)
 
 
 class Found(NamedTuple):
@@ -54,12 +55,21 @@ class Atoms(NamedTuple):
     num_candidates: int
     cuts: bool
 
-    def reduce(self, logits_TV: torch.Tensor, table_Tn: torch.Tensor) -> torch.Tensor:
-        """int64[T, K + A], decoded by `read`. table_Tn: the numbers of `_numbers`."""
+    def reduce(
+        self, logits_TV: torch.Tensor, table_Tn: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """int64[T, K + A], decoded by `read`. table_Tn: the numbers of `_numbers`; tokens int64[V]: ids of the columns, ascending, of which
+        there must be more than candidates; None: they are their numbers."""
         if self._fits_kernel(logits_TV):
-            packed_TK = torch.empty(len(logits_TV), self.num_atoms, dtype=torch.int64)
-            kernels.likeliest(logits_TV.contiguous().numpy(), table_Tn.contiguous().numpy(), packed_TK.numpy())
-            return packed_TK
+            packed_TK = np.empty((len(logits_TV), self.num_atoms), np.int64)
+            ids = NO_TOKENS if tokens is None else tokens.numpy()
+            kernels.likeliest(logits_TV.contiguous().numpy(), table_Tn.contiguous().numpy(), ids, packed_TK)
+            return torch.from_numpy(packed_TK)
+        found = self._by_tensors(logits_TV, table_Tn)
+        return found if tokens is None else found & ~ID | tokens[found & ID]  # ids ascend, so ties stay in order
+
+    def _by_tensors(self, logits_TV: torch.Tensor, table_Tn: torch.Tensor) -> torch.Tensor:
+        """`reduce` on any device."""
         temperature, floor, rank, share = table_Tn.to(logits_TV.dtype)[:, :, None].unbind(1)
         score_TV = (logits_TV - logits_TV.amax(-1, keepdim=True)) / temperature
         if not self.num_atoms and not self.cuts:
@@ -91,8 +101,8 @@ class Atoms(NamedTuple):
 
 def fetched(parts: Sequence[torch.Tensor]) -> list[Ints]:
     """The arrays of several reductions, with one synchronisation."""
-    if not parts:
-        return []
+    if len(parts) <= 1:
+        return [part.cpu().numpy() for part in parts]
     whole = torch.cat([part.flatten() for part in parts]).cpu().numpy()
     ends = np.cumsum([part.numel() for part in parts])[:-1]
     return [flat.reshape(part.shape) for flat, part in zip(np.split(whole, ends), parts, strict=True)]
@@ -174,13 +184,20 @@ def _survive(
     return (best_TC >= edge) & (mass_TC.cumsum(-1) - mass_TC < share * whole)
 
 
-def relabelled(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """An array that `Atoms.reduce` made of a part of the vocabulary, with ids of the whole. ids int64[V'] of the part, ascending."""
-    return table & ~ID | ids[table & ID]
-
-
 def reduced(logits_TV: torch.Tensor, reduction: Reduction | None) -> torch.Tensor:
     """The reduction of rows of logits; without a reduction the rows themselves."""
     if reduction is None:
         return logits_TV
     return reduction.of(logits_TV, torch.from_numpy(reduction.table).to(logits_TV.device, non_blocking=True))
+
+
+def reduced_part(
+    logits_TV: torch.Tensor, reduction: Reduction | None, tokens: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
+    """The same of logits of a part of the vocabulary, `tokens` int64[V'] in ascending order; all others have none."""
+    kind: Any = reduction.kind if reduction is not None else None
+    if reduction is not None and isinstance(kind, Atoms) and kind.num_candidates < len(tokens):
+        table = torch.from_numpy(reduction.table).to(logits_TV.device, non_blocking=True)
+        return kind.reduce(logits_TV, table, tokens)
+    whole = logits_TV.new_full((len(logits_TV), vocab_size), -torch.inf)
+    return reduced(whole.index_copy_(1, tokens, logits_TV), reduction)

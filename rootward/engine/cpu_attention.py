@@ -73,7 +73,6 @@ def attend(
     if layer.keys.dtype not in cpu_kernels.SERVED:
         raise TypeError(f"attention on the CPU reads float32 and bfloat16, not {layer.keys.dtype}")
     num, heads, _ = query.shape
-    cpu_kernels.use_threads(torch.get_num_threads())
     out = query.new_empty(num, heads * layer.values.shape[2], dtype=torch.float32)
     cpu_kernels.attention(
         query.float().contiguous().numpy(),

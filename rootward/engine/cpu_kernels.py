@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 import time
 from contextlib import suppress
 from enum import Enum
@@ -89,6 +90,7 @@ try:  # of numba's threading layers, "workqueue" takes 0.1 ms to start and ends 
     numba.config.THREADING_LAYER = "omp"
 except ImportError:
     HAS_OPENMP = False
+calling_thread = threading.local()
 kernel = numba.njit(nogil=True, cache=True, fastmath=ANY_ORDER, error_model="numpy")
 parallel_kernel = numba.njit(nogil=True, cache=True, fastmath=ANY_ORDER, error_model="numpy", parallel=HAS_OPENMP)
 # A function that kernels call. It is inlined: otherwise the process that compiles a kernel would call the function as compiled alone, and
@@ -104,11 +106,15 @@ class Arithmetic(Enum):
     AMX = "amx"
 
 
-def use_threads(num: int) -> None:
-    """For kernels that the calling thread runs."""
-    numba.set_num_threads(min(num, numba.config.NUMBA_NUM_THREADS))
-    if torch.get_num_threads() != num:  # numba begins by setting OpenMP to all processors, for torch too
-        torch.set_num_threads(num)
+def threads_of_torch() -> int:
+    """Their number, which kernels that the calling thread runs use too."""
+    num = torch.get_num_threads()
+    if getattr(calling_thread, "num_threads", 0) != num:
+        numba.set_num_threads(min(num, numba.config.NUMBA_NUM_THREADS))
+        if torch.get_num_threads() != num:  # numba begins by setting OpenMP to all processors, for torch too
+            torch.set_num_threads(num)
+        calling_thread.num_threads = num
+    return num
 
 
 def array_of(tensor: torch.Tensor) -> Any:
@@ -204,6 +210,37 @@ def norm_rows(x, delta, weight, eps, out):
 def norm(x: Any, delta: Any, weight: Any, eps: float, out: Any) -> None:
     """`norm_rows`, for callers in Python."""
     norm_rows(x, delta, weight, eps, out)
+
+
+@kernel
+def head_inputs(
+    ids: Any,
+    embedding: Any,
+    features: Any,
+    token_norm: Any,
+    feature_norm: Any,
+    eps: float,
+    normed_residual: bool,
+    residual: Any,
+    read: Any,
+) -> None:
+    """Of an EAGLE-3 head: read T[N, 2E] = [norm(embedding of ids); norm(features)], residual float32[N, E] = features, or their norm.
+
+    ids int64[N]; embedding T[V, E]; features float32[N, E]; weights of norms float32[E]."""
+    num, size = features.shape
+    for n in range(num):
+        total, total_feature = np.float32(0), np.float32(0)
+        for e in range(size):
+            x = load(embedding[ids[n], e])
+            total += x * x
+            total_feature += features[n, e] * features[n, e]
+        scale = np.float32(1 / np.sqrt(np.float64(total) / size + eps))
+        scale_feature = np.float32(1 / np.sqrt(np.float64(total_feature) / size + eps))
+        for e in range(size):
+            store(read, n, e, load(embedding[ids[n], e]) * scale * token_norm[e])
+            normed = features[n, e] * scale_feature * feature_norm[e]
+            store(read, n, size + e, normed)
+            residual[n, e] = normed if normed_residual else features[n, e]
 
 
 @part
@@ -837,7 +874,7 @@ def attention(
     query: Any, keys: Any, values: Any, seen: VisibleKeys, *, scaling: float, softcap: float, sinks: Any, out: Any
 ) -> None:
     """`attention_float32`, or `attention_amx` where layers in bfloat16 use AMX too."""
-    arguments = query, keys, values, seen, scaling, softcap, sinks, out, numba.get_num_threads()
+    arguments = query, keys, values, seen, scaling, softcap, sinks, out, threads_of_torch()
     dims = (query.shape[1], keys.shape[1], query.shape[2], values.shape[2])
     if keys.dtype == np.int16 and bf16_arithmetic() is Arithmetic.AMX and fits_amx(*dims):
         attention_amx(*arguments)

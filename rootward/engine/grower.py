@@ -325,6 +325,8 @@ class Grower(Generic[K]):
         trees = [self.trees[key] for key in keys]
         while active := [g for g in trees if not g.at_rest or (g.pending and g.wants_tree and not g.exhausted)]:
             self._run_level(active)
+        for growing in trees:
+            growing.unsent = growing.tree.next_id  # nothing is left for a frame
 
     def _run_level(self, active: list[GrowingTree]) -> None:
         """One forward and the draws from its rows."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from rootward.engine.atoms import Atoms, reduced, relabelled
+from rootward.engine.atoms import reduced, reduced_part
 from rootward.engine.cpu_kernels import SERVED
 from rootward.engine.layers import Linear, Norm, Rotations
 from rootward.errors import ConfigurationError
@@ -26,7 +26,9 @@ from rootward.ports import Reduction
 
 def product(linear: Any, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """float32[..., out] of float32[..., in] by a linear layer whose weight has this type."""
-    out: torch.Tensor = linear(rows if isinstance(linear, Linear) else rows.to(dtype))  # kernels take float32
+    if isinstance(linear, Linear):
+        return linear.product(linear.array_of(rows)).view(*rows.shape[:-1], linear.out_features)
+    out: torch.Tensor = linear(rows.to(dtype))
     return out.float()
 
 
@@ -47,11 +49,7 @@ class Output:
         """Logits [T, V], -inf outside the draft vocabulary, of logits [T, V']; or what a reduction makes of them."""
         if self.ids is None:
             return reduced(logits, reduction)
-        kind: Any = reduction.kind if reduction is not None else None
-        if isinstance(kind, Atoms) and kind.num_candidates < len(self.ids):  # ids ascend, so ties stay in order
-            return relabelled(reduced(logits, reduction), self.ids)
-        whole = logits.new_full((len(logits), self.vocab_size), -torch.inf)
-        return reduced(whole.index_copy_(1, self.ids, logits), reduction)
+        return reduced_part(logits, reduction, self.ids, self.vocab_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,11 +27,12 @@ from torch.nn import functional
 from rootward.engine.attention import DenseView
 from rootward.engine.batch import Step
 from rootward.engine.block_head import BlockHead, is_block_head, load_block_head
-from rootward.engine.cpu_kernels import use_threads
+from rootward.engine.cpu_kernels import array_of, head_inputs
 from rootward.engine.head_weights import (
     HeadWeights,
     TorchRotations,
     layer_config,
+    product,
     read_config,
     read_tensors,
     refusal,
@@ -70,8 +71,8 @@ class Head:
             weights.norm(f"fc_norm.{i}", eps) for i in range(len(states)) if f"fc_norm.{i}.weight" in weights
         ]
         self.norm_before_fc = weights.norm("input_norm", eps) if "input_norm.weight" in weights else None
-        self.before_attention = weights.norm("input_layernorm", eps) if self.is_eagle3 else None
-        self.hidden_norm = weights.norm("hidden_norm", eps) if self.is_eagle3 else None
+        self.before_attention: Any = weights.norm("input_layernorm", eps) if self.is_eagle3 else None
+        self.hidden_norm: Any = weights.norm("hidden_norm", eps) if self.is_eagle3 else None
         self.norm_before_residual = bool(getattr(config, "norm_before_residual", False))
         self.norm_output = bool(getattr(config, "norm_output", False))
         heads = {"q_proj": num_q, "k_proj": num_kv, "v_proj": num_kv}
@@ -107,33 +108,60 @@ class Head:
             states_NS = torch.cat([norm.of(part) for norm, part in zip(self.norm_of_state, parts, strict=True)], -1)
         if self.norm_before_fc is not None:
             states_NS = self.norm_before_fc.of(states_NS)
-        fused: torch.Tensor = self.fc(states_NS.to(self.dtype))
-        return fused.float()
+        return product(self.fc, states_NS, self.dtype)
 
     def __call__(self, step: Step, cells: PagedLayer, feature_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        embedded = functional.embedding(step.ids.reshape(-1), self.embedding)
-        x_NE, read = self._inputs(embedded, feature_NE)
-        if self.by_kernels is not None:
-            use_threads(torch.get_num_threads())
-            x_NE = x_NE.clone()
-            delta, _ = self.by_kernels(x_NE.numpy(), step, [cells], read=self.layer.qkv.array_of(read))
-            x_NE += torch.from_numpy(delta)
-        else:
-            x_NE = self._layer_by_torch(x_NE, read, step, cells)
-        normed = x_NE if self.norm is None else self.norm.of(x_NE)
+        layer = self._layer_by_torch if self.by_kernels is None else self._layer_by_kernels
+        x_NE, normed = layer(feature_NE, step, cells)
         wanted = normed if step.wanted is None else normed.index_select(0, step.wanted)
         return self.output.logits(wanted), normed if self.norm_output else x_NE
 
-    def _inputs(self, embedded: torch.Tensor, feature_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the residual stream starts, float32, and what queries, keys and values are made of."""
-        if self.before_attention is None or self.hidden_norm is None:
-            x_NE = self.fc(torch.cat([embedded, feature_NE.to(self.dtype)], -1))
-            return x_NE.float(), x_NE
-        normed = self.hidden_norm.of(feature_NE)
-        read = torch.cat([self.before_attention.of(embedded), normed], -1)
-        return normed if self.norm_before_residual else feature_NE, read
+    def _layer_by_kernels(
+        self, feature_NE: torch.Tensor, step: Step, cells: PagedLayer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output of the layer, float32[N, E], before and after the norm."""
+        assert self.by_kernels is not None
+        qkv = self.layer.qkv
+        if self.is_eagle3:
+            x_NE, read = torch.empty_like(feature_NE), qkv.new_inputs(len(feature_NE))
+            head_inputs(
+                step.ids.numpy(),
+                array_of(self.embedding),
+                feature_NE.numpy(),
+                self.before_attention.weight,
+                self.hidden_norm.weight,
+                self.hidden_norm.eps,
+                self.norm_before_residual,
+                x_NE.numpy(),
+                read,
+            )
+        else:
+            x_NE = self._joined(feature_NE, step)
+            read = qkv.array_of(x_NE)
+        delta, _ = self.by_kernels(x_NE.numpy(), step, [cells], read=read)
+        if self.norm is None:
+            x_NE += torch.from_numpy(delta)
+            return x_NE, x_NE
+        normed = torch.empty_like(x_NE)
+        self.norm(x_NE.numpy(), delta, normed.numpy())
+        return x_NE, normed
 
-    def _layer_by_torch(self, x_NE: torch.Tensor, read: torch.Tensor, step: Step, cells: PagedLayer) -> torch.Tensor:
+    def _joined(self, feature_NE: torch.Tensor, step: Step) -> torch.Tensor:
+        """float32[N, E]: what the layer of EAGLE-1/2 reads."""
+        embedded = functional.embedding(step.ids.reshape(-1), self.embedding)
+        return product(self.fc, torch.cat([embedded, feature_NE.to(self.dtype)], -1), self.dtype)
+
+    def _layer_by_torch(
+        self, feature_NE: torch.Tensor, step: Step, cells: PagedLayer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same on other devices."""
+        if self.is_eagle3:
+            normed = self.hidden_norm.of(feature_NE)
+            embedded = functional.embedding(step.ids.reshape(-1), self.embedding)
+            read = torch.cat([self.before_attention.of(embedded), normed], -1)
+            x_NE = normed if self.norm_before_residual else feature_NE
+        else:
+            x_NE = read = self._joined(feature_NE, step)
         layer, positions = self.layer, step.positions.reshape(-1)
         heads = layer.qkv(read.to(self.dtype)).float().view(len(read), -1, layer.dim)
         qk, values = torch.split(heads, [layer.num_q + layer.num_kv, layer.num_kv], 1)
@@ -142,7 +170,7 @@ class Head:
         x_NE = x_NE + layer.out(self._attended(query, step, cells).to(self.dtype))
         gate, up = layer.gate_up(layer.before_mlp.of(x_NE).to(self.dtype)).chunk(2, -1)
         x_NE += layer.down(functional.silu(gate) * up)
-        return x_NE
+        return x_NE, x_NE if self.norm is None else self.norm.of(x_NE)
 
     def _attended(self, query: torch.Tensor, step: Step, cells: PagedLayer) -> torch.Tensor:
         """[N, H · D]."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 import torch
 from torch.nn import functional
@@ -69,7 +68,6 @@ class Linear(torch.nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., out] of [..., in], in the type of the rows."""
-        cpu_kernels.use_threads(torch.get_num_threads())
         return self.product(self.array_of(rows)).to(rows.dtype).view(*rows.shape[:-1], self.out_features)
 
     def product(self, inputs: Any) -> torch.Tensor:
@@ -82,7 +80,7 @@ class Linear(torch.nn.Module):
         """The same, to out float32[N, out]."""
         multiply = cpu_kernels.linear_amx if self.arithmetic is Arithmetic.AMX else cpu_kernels.linear
         inputs = inputs.view(np.int32) if self.rounds_inputs else inputs
-        multiply(inputs, self.packed, self.bias, out, numba.get_num_threads())
+        multiply(inputs, self.packed, self.bias, out, cpu_kernels.threads_of_torch())
 
     def new_inputs(self, num_rows: int) -> Any:
         """An array [N, in] in the type of its inputs, for kernels to fill: bfloat16 as int16, or float32. `in` must be even for a weight in
@@ -287,7 +285,7 @@ class DecoderLayers:
                 place_of_state,
                 states,
                 *self._amx,
-                numba.get_num_threads(),
+                cpu_kernels.threads_of_torch(),
             )
         return scratch.delta, states
 
@@ -340,7 +338,6 @@ class LlamaNetwork:
         self.norm = _norm(body.norm)
 
     def __call__(self, step: Step, cells: Sequence[PagedLayer]) -> torch.Tensor:
-        cpu_kernels.use_threads(torch.get_num_threads())
         x = functional.embedding(step.ids, self.embedding).float().numpy()
         inputs = sorted(self.exposed - {self.num_layers})
         delta, states = self.layers(x, step, cells, exposed=inputs)

@@ -54,10 +54,11 @@ def gather(probs: Any, ids: Any, at: Any, tail: Any) -> None:
                 row[ids[t, g]] = at[t, g]
 
 
-@numba.njit([(F32_2, F2, I2)], **exact)
-def likeliest(logits: Any, table: Any, packed: Any) -> None:
+@numba.njit([(F32_2, F2, I1, I2)], **exact)
+def likeliest(logits: Any, table: Any, tokens: Any, packed: Any) -> None:
     """packed[T, K]: the K likeliest tokens of logits[T, V], by decreasing weight and then by increasing id, both in one number, as
-    `atoms.Atoms.reduce` says. table[T, 0]: temperatures. Few tokens are ever put in order, so the time is that of reading the logits."""
+    `atoms.Atoms.reduce` says. table[T, 0]: temperatures; tokens[V]: ids of the columns, ascending, or none if they are their numbers. Few
+    tokens are ever put in order, so the time is that of reading the logits."""
     num = packed.shape[1]
     best, ids = np.empty(num, np.float32), np.empty(num, np.int64)
     for t in range(len(logits)):
@@ -74,7 +75,7 @@ def likeliest(logits: Any, table: Any, packed: Any) -> None:
         for i in range(num):
             mass = np.exp((best[i] - best[0]) / temperature)
             weight = max(1, int(np.rint(mass * np.float32(LARGEST)))) if mass > 0.0 else 0
-            number, j = (LARGEST - weight) << 32 | ids[i], i
+            number, j = (LARGEST - weight) << 32 | (tokens[ids[i]] if len(tokens) else ids[i]), i
             while j > 0 and packed[t, j - 1] > number:  # of equal weight
                 packed[t, j] = packed[t, j - 1]
                 j -= 1
