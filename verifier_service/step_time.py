@@ -66,7 +66,8 @@ class StepTime:
     def add(self, rows: int, seconds: float, *, plain: bool = False) -> None:
         """A step of so many rows took so long. `plain`: without a draft node."""
         size, value = _bucket(rows), math.log(max(seconds, 1e-9))
-        if size not in self._log:
+        is_new = size not in self._log
+        if is_new:
             self._log[size] = math.log(self.seconds(size, plain=plain)) - self._speed[plain] if self.known else value
             self._log = dict(sorted(self._log.items()))
             self._changes[size] = 0
@@ -74,7 +75,8 @@ class StepTime:
         surprise = min(LARGEST_SURPRISE, max(-LARGEST_SURPRISE, surprise))
         self._num_alike = self._num_alike + 1 if plain == self._last_plain else 1
         self._num_steps[plain] += 1
-        if size != self._last and plain == self._last_plain and self._last:
+        corrects_size = size != self._last and plain == self._last_plain and self._last > 0
+        if corrects_size:
             self._changes[size] += 1
             self._log[size] += max(SIZE_MEMORY, 1.0 / (self._changes[size] + 1)) * surprise
             surprise *= 0.5
@@ -83,7 +85,8 @@ class StepTime:
         if self._num_alike > SETTLED or not self._num_steps[not plain]:
             self._speed[not plain] += change
         self._last, self._last_plain = size, plain
-        self._fit()
+        if is_new or corrects_size:
+            self._fit()
 
     def _fit(self) -> None:
         """Isotonic regression: neighbours of which the larger one seems cheaper share their mean."""

@@ -28,7 +28,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._now = now
         self._evicted_until = -math.inf  # when the last evicted block became idle
-        self._free = np.ones(num_blocks, dtype=np.bool_)
+        self._free, self._num_free = np.ones(num_blocks, dtype=np.bool_), num_blocks
         self._references = np.zeros(num_blocks, dtype=np.int64)
         self._idle: OrderedDict[int, float] = OrderedDict()  # when it became idle; least recent first
         self._by_key: dict[bytes, int] = {}
@@ -38,10 +38,6 @@ class BlockPool:
     def num_available(self) -> int:
         """Blocks that `take` can return: free and idle ones."""
         return self._num_free + len(self._idle)
-
-    @property
-    def _num_free(self) -> int:
-        return int(np.count_nonzero(self._free))
 
     @property
     def evicted_age_s(self) -> float:
@@ -56,6 +52,7 @@ class BlockPool:
             self._evict(max(num - self._num_free, min(EVICT_AT_ONCE, len(self._idle))))
         blocks = self._next_free(num, start)
         self._free[blocks] = False
+        self._num_free -= num
         self._references[blocks] = 1
         return blocks
 
@@ -85,7 +82,7 @@ class BlockPool:
             if block in self._key:
                 self._idle[block] = self._now()
             else:
-                self._free[block] = True
+                self._set_free(block)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """RuntimeError unless the invariant holds. tables: those of all sessions."""
@@ -96,7 +93,7 @@ class BlockPool:
         everywhere = sorted([*named, *self._idle, *free]) == list(range(self.num_blocks))
         known = {block: key for key, block in self._by_key.items()} == self._key
         findable = set(self._idle) <= set(self._key) and not set(free) & set(self._key)
-        if not (named == counted and everywhere and known and findable):
+        if not (named == counted and everywhere and known and findable and len(free) == self._num_free):
             raise RuntimeError(
                 f"KV blocks leaked: held, idle, free = {parts} of {self.num_blocks}; references {counted}"
             )
@@ -105,7 +102,11 @@ class BlockPool:
         for _ in range(num):
             block, self._evicted_until = self._idle.popitem(last=False)
             del self._by_key[self._key.pop(block)]
-            self._free[block] = True
+            self._set_free(block)
+
+    def _set_free(self, block: int) -> None:
+        self._free[block] = True
+        self._num_free += 1
 
     def _next_free(self, num: int, start: int) -> list[int]:
         """The first free blocks from `start` on, then from 0 on, so that a growing table stays contiguous where possible."""
