@@ -2,7 +2,8 @@
 processes, by the number of concurrent sessions.
 
 Every repetition answers the same prompts without speculation, with each fixed number of nodes (`speculation: required`) and with the
-controller, in shuffled order. `--head` takes drafts from a head in the verifier instead of a drafter. `--against` adds the controller of
+controller, in shuffled order. Ratios are medians over the repetitions, each of which compares its own rates: a machine whose speed changes
+from minute to minute (docs/log.md, lesson 6) changes both. `--head` takes drafts from a head in the verifier instead of a drafter. `--against` adds the controller of
 another checkout of this repository, in processes of its own:
 
     python -m benchmarks.speculation                                   # the demo pair
@@ -72,6 +73,10 @@ class Measured:
         self.rates.append(tokens / seconds)
         self.tokens += tokens
         self.passes += passes
+
+    def over(self, other: Measured) -> float:
+        """Its tokens per second relative to those of another mode: the median over repetitions."""
+        return statistics.median(own / its for own, its in zip(self.rates, other.rates, strict=True))
 
 
 class Client:
@@ -180,18 +185,20 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def summary(sessions: int, temperature: float, found: dict[str, Measured]) -> list[dict[str, Any]]:
-    """Median tokens per second of each mode. The best fixed mode is the fastest of plain decoding and the fixed numbers of nodes."""
-    rate = {name: statistics.median(one.rates) for name, one in found.items()}
-    best = max(value for name, value in rate.items() if name not in (CONTROLLER, OTHER))
+    """Median tokens per second of each mode, and ratios. The best fixed mode is that with the highest ratio to plain decoding among plain
+    decoding itself and the fixed numbers of nodes."""
+    plain = found["plain"]
+    best = max((one for name, one in found.items() if name not in (CONTROLLER, OTHER)), key=lambda one: one.over(plain))
     return [
         {
             "sessions": sessions,
             "temperature": temperature,
             "mode": name,
-            "tokens_per_s": rate[name],
+            "tokens_per_s": statistics.median(one.rates),
+            "rates": [round(rate, 2) for rate in one.rates],
             "tokens_per_pass": one.tokens / one.passes,
-            "of_plain": rate[name] / rate["plain"],
-            "of_best_fixed": rate[name] / best,
+            "of_plain": one.over(plain),
+            "of_best_fixed": one.over(best),
         }
         for name, one in found.items()
     ]

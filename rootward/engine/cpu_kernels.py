@@ -106,8 +106,8 @@ class Arithmetic(Enum):
     AMX = "amx"
 
 
-def threads_of_torch() -> int:
-    """Their number, which kernels that the calling thread runs use too."""
+def follow_torch_threads() -> int:
+    """Let kernels that the calling thread runs use as many threads as torch does there. Returns their number."""
     num = torch.get_num_threads()
     if getattr(calling_thread, "num_threads", 0) != num:
         numba.set_num_threads(min(num, numba.config.NUMBA_NUM_THREADS))
@@ -874,7 +874,7 @@ def attention(
     query: Any, keys: Any, values: Any, seen: VisibleKeys, *, scaling: float, softcap: float, sinks: Any, out: Any
 ) -> None:
     """`attention_float32`, or `attention_amx` where layers in bfloat16 use AMX too."""
-    arguments = query, keys, values, seen, scaling, softcap, sinks, out, threads_of_torch()
+    arguments = query, keys, values, seen, scaling, softcap, sinks, out, follow_torch_threads()
     dims = (query.shape[1], keys.shape[1], query.shape[2], values.shape[2])
     if keys.dtype == np.int16 and bf16_arithmetic() is Arithmetic.AMX and fits_amx(*dims):
         attention_amx(*arguments)

@@ -80,7 +80,7 @@ class Linear(torch.nn.Module):
         """The same, to out float32[N, out]."""
         multiply = cpu_kernels.linear_amx if self.arithmetic is Arithmetic.AMX else cpu_kernels.linear
         inputs = inputs.view(np.int32) if self.rounds_inputs else inputs
-        multiply(inputs, self.packed, self.bias, out, cpu_kernels.threads_of_torch())
+        multiply(inputs, self.packed, self.bias, out, cpu_kernels.follow_torch_threads())
 
     def new_inputs(self, num_rows: int) -> Any:
         """An array [N, in] in the type of its inputs, for kernels to fill: bfloat16 as int16, or float32. `in` must be even for a weight in
@@ -285,7 +285,7 @@ class DecoderLayers:
                 place_of_state,
                 states,
                 *self._amx,
-                cpu_kernels.threads_of_torch(),
+                cpu_kernels.follow_torch_threads(),
             )
         return scratch.delta, states
 

@@ -18,7 +18,7 @@ from rootward.core.arrays import Ints
 from rootward.core.requests import Sampling, TokenLogprob
 from rootward.engine import verify_kernels as kernels
 from rootward.engine.atoms import host_can_read, largest, smaller_ids_first
-from rootward.engine.cpu_kernels import threads_of_torch
+from rootward.engine.cpu_kernels import follow_torch_threads
 from rootward.engine.processors import shifted
 
 NUM_CANDIDATES = (256, 1024, 4096)  # most likely tokens that top-p sorts on a device before it sorts the whole row
@@ -128,7 +128,7 @@ def _top_p(scores_TV: torch.Tensor, top_p: list[float]) -> torch.Tensor:
     index = torch.tensor(rows, device=scores_TV.device)
     if host_can_read(scores_TV.device):
         some = scores_TV[index]  # a copy
-        threads_of_torch()
+        follow_torch_threads()
         kernels.cut_tail(some.numpy(), some.softmax(-1).numpy(), np.array([top_p[i] for i in rows]))
         return some if len(rows) == len(top_p) else scores_TV.index_copy(0, index, some)
     p_T1 = torch.tensor([top_p[i] for i in rows], dtype=torch.float64, device=scores_TV.device)[:, None]

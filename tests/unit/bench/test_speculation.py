@@ -18,3 +18,7 @@ def test_the_best_fixed_mode_may_be_plain_decoding_and_is_never_the_controller()
         row["mode"]: (row["sessions"], row["tokens_per_pass"], row["of_plain"], row["of_best_fixed"]) for row in rows
     }
     assert found == {"plain": (8, 2.0, 1.0, 1.0), "2 nodes": (8, 2.0, 0.5, 0.5), CONTROLLER: (8, 2.0, 1.5, 1.5)}
+
+
+def test_ratios_compare_rates_of_one_repetition() -> None:
+    assert measured(30, 10, 20).over(measured(10, 20, 30)) == 20 / 30  # the ratio of medians is 1

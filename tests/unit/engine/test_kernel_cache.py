@@ -118,8 +118,8 @@ def test_the_first_kernel_leaves_torch_its_threads() -> None:
     """numba sets OpenMP to all processors as it begins; torch's loops would use them against `--num-threads`."""
     program = (
         "import torch; torch.set_num_threads(1)\n"
-        "from rootward.engine.cpu_kernels import threads_of_torch\n"
-        "print(threads_of_torch(), torch.get_num_threads())"
+        "from rootward.engine.cpu_kernels import follow_torch_threads\n"
+        "print(follow_torch_threads(), torch.get_num_threads())"
     )
     run = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=300)
     assert run.stdout.split() == ["1", "1"]
