@@ -3,8 +3,8 @@ processes, by the number of concurrent sessions.
 
 Every repetition answers the same prompts without speculation, with each fixed number of nodes (`speculation: required`) and with the
 controller, in shuffled order. Ratios are medians over the repetitions, each of which compares its own rates: a machine whose speed changes
-from minute to minute (docs/log.md, lesson 6) changes both. `--head` takes drafts from a head in the verifier instead of a drafter. `--against` adds the controller of
-another checkout of this repository, in processes of its own:
+from minute to minute (docs/log.md, lesson 6) changes both. `--head` takes drafts from a head in the verifier instead of a drafter.
+`--against` adds the controller of another checkout of this repository, in processes of its own:
 
     python -m benchmarks.speculation                                   # the demo pair
     python -m benchmarks.inflate --size 300M --out TARGET              # a target of 300 M parameters that writes the same texts
