@@ -17,6 +17,7 @@ from unit.engine import networks
 from rootward.core.requests import Sampling
 from rootward.engine import head_weights
 from rootward.engine.atoms import atoms_of
+from rootward.engine.cpu_kernels import array_of, head_inputs
 from rootward.engine.head_loading import acceptance, fingerprint, load_head_apart, load_head_model
 from rootward.engine.head_model import HeadModel
 from rootward.engine.heads import load_head
@@ -218,6 +219,22 @@ def changed(folder: Path, **config: Any) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     return folder
+
+
+def test_inputs_for_layers_that_round_theirs_are_the_nearest_bfloat16() -> None:
+    """As on processors with arithmetic in bfloat16, whichever this one is."""
+    generator = torch.Generator().manual_seed(1)
+    embedding = torch.randn(5, 8, generator=generator).bfloat16()
+    features, token_norm, feature_norm = (torch.randn(*shape, generator=generator) for shape in ((3, 8), (8,), (8,)))
+    exact, residual = torch.empty(3, 16), torch.empty(3, 8)
+    rounded = torch.empty(3, 16, dtype=torch.bfloat16)
+    inputs = torch.tensor([4, 0, 2]).numpy(), *map(array_of, (embedding, features, token_norm, feature_norm))
+    for read in (exact, rounded):
+        head_inputs(*inputs, 1e-5, True, residual.numpy(), array_of(read))
+    assert torch.equal(rounded, exact.bfloat16())
+    assert torch.equal(residual, exact[:, 8:])
+    expected = torch.nn.functional.rms_norm(embedding[[4, 0, 2]].float(), (8,), token_norm, 1e-5)
+    torch.testing.assert_close(exact[:, :8], expected)
 
 
 def test_lossy_options_are_refused(tmp_path: Path) -> None:
