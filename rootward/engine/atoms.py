@@ -58,8 +58,8 @@ class Atoms(NamedTuple):
     def reduce(
         self, logits_TV: torch.Tensor, table_Tn: torch.Tensor, tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """int64[T, K + A], decoded by `read`. table_Tn: the numbers of `_numbers`; tokens int64[V]: ids of the columns, ascending, of which
-        there must be more than candidates; None: they are their numbers."""
+        """int64[T, K + A], decoded by `read`. table_Tn: the numbers of `_numbers`; tokens int64[V]: the tokens of the columns, ascending;
+        None: token i has column i. There must be more columns than candidates."""
         if self._fits_kernel(logits_TV):
             packed_TK = np.empty((len(logits_TV), self.num_atoms), np.int64)
             ids = NO_TOKENS if tokens is None else tokens.numpy()
@@ -194,7 +194,7 @@ def reduced(logits_TV: torch.Tensor, reduction: Reduction | None) -> torch.Tenso
 def reduced_part(
     logits_TV: torch.Tensor, reduction: Reduction | None, tokens: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
-    """The same of logits of a part of the vocabulary, `tokens` int64[V'] in ascending order; all others have none."""
+    """The reduction of logits [T, V'] of a part of the vocabulary, whose tokens int64[V'] ascend; the logits of other tokens are -inf."""
     kind: Any = reduction.kind if reduction is not None else None
     if reduction is not None and isinstance(kind, Atoms) and kind.num_candidates < len(tokens):
         table = torch.from_numpy(reduction.table).to(logits_TV.device, non_blocking=True)

@@ -228,19 +228,16 @@ def head_inputs(
 
     ids int64[N]; embedding T[V, E]; features float32[N, E]; weights of norms float32[E]."""
     num, size = features.shape
+    tokens = np.empty((num, size), np.float32)
     for n in range(num):
-        total, total_feature = np.float32(0), np.float32(0)
         for e in range(size):
-            x = load(embedding[ids[n], e])
-            total += x * x
-            total_feature += features[n, e] * features[n, e]
-        scale = np.float32(1 / np.sqrt(np.float64(total) / size + eps))
-        scale_feature = np.float32(1 / np.sqrt(np.float64(total_feature) / size + eps))
-        for e in range(size):
-            store(read, n, e, load(embedding[ids[n], e]) * scale * token_norm[e])
-            normed = features[n, e] * scale_feature * feature_norm[e]
-            store(read, n, size + e, normed)
-            residual[n, e] = normed if normed_residual else features[n, e]
+            tokens[n, e] = load(embedding[ids[n], e])
+    norm_rows(tokens, None, token_norm, eps, read[:, :size])
+    norm_rows(features, None, feature_norm, eps, read[:, size:])
+    if normed_residual:
+        norm_rows(features, None, feature_norm, eps, residual)
+    else:
+        residual[:] = features
 
 
 @part

@@ -116,6 +116,9 @@ class HeadModel(DraftHead):
         for entry in entries:
             rows, known = entry.rows, self._passed_on[entry.rows.slot]
             if rows.features is not None:
+                wanted = entry.plan.num_rows, self.feature_size
+                if rows.features.shape != wanted:
+                    raise ValueError(f"features: shape {rows.features.shape}; give one row a token, {wanted}")
                 own = torch.from_numpy(rows.features).to(self.head.device)
             else:
                 own = torch.stack([known[parent] for parent in rows.parent.tolist()])

@@ -136,7 +136,7 @@ class Head:
                 read,
             )
         else:
-            x_NE = self._joined(feature_NE, step)
+            x_NE = self._eagle1_input(feature_NE, step)
             read = qkv.array_of(x_NE)
         delta, _ = self.by_kernels(x_NE.numpy(), step, [cells], read=read)
         if self.norm is None:
@@ -146,7 +146,7 @@ class Head:
         self.norm(x_NE.numpy(), delta, normed.numpy())
         return x_NE, normed
 
-    def _joined(self, feature_NE: torch.Tensor, step: Step) -> torch.Tensor:
+    def _eagle1_input(self, feature_NE: torch.Tensor, step: Step) -> torch.Tensor:
         """float32[N, E]: what the layer of EAGLE-1/2 reads."""
         embedded = functional.embedding(step.ids.reshape(-1), self.embedding)
         return product(self.fc, torch.cat([embedded, feature_NE.to(self.dtype)], -1), self.dtype)
@@ -161,7 +161,7 @@ class Head:
             read = torch.cat([self.before_attention.of(embedded), normed], -1)
             x_NE = normed if self.norm_before_residual else feature_NE
         else:
-            x_NE = read = self._joined(feature_NE, step)
+            x_NE = read = self._eagle1_input(feature_NE, step)
         layer, positions = self.layer, step.positions.reshape(-1)
         heads = layer.qkv(read.to(self.dtype)).float().view(len(read), -1, layer.dim)
         qk, values = torch.split(heads, [layer.num_q + layer.num_kv, layer.num_kv], 1)

@@ -57,8 +57,8 @@ def gather(probs: Any, ids: Any, at: Any, tail: Any) -> None:
 @numba.njit([(F32_2, F2, I1, I2)], **exact)
 def likeliest(logits: Any, table: Any, tokens: Any, packed: Any) -> None:
     """packed[T, K]: the K likeliest tokens of logits[T, V], by decreasing weight and then by increasing id, both in one number, as
-    `atoms.Atoms.reduce` says. table[T, 0]: temperatures; tokens[V]: ids of the columns, ascending, or none if they are their numbers. Few
-    tokens are ever put in order, so the time is that of reading the logits."""
+    `atoms.Atoms.reduce` says. table[T, 0]: temperatures; tokens[V]: the tokens of the columns, ascending; empty: token i has column i.
+    Few tokens are ever put in order, so the time is that of reading the logits."""
     num = packed.shape[1]
     best, ids = np.empty(num, np.float32), np.empty(num, np.int64)
     for t in range(len(logits)):

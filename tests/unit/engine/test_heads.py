@@ -221,6 +221,19 @@ def changed(folder: Path, **config: Any) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("shape", [(2, 32), (4, 32), (3, 16)])
+def test_features_of_another_number_or_size_are_refused(tmp_path: Path, shape: tuple[int, int]) -> None:
+    network = a_target()
+    model = HuggingFaceModel(network, name="target", max_slots=2, max_len=64)
+    head = load_head(str(eagle3(tmp_path, network, draft_ids=DRAFT_IDS)), model.network)
+    drafts = HeadModel(head, model.info, name="head", max_slots=1)
+    slot = drafts.open()
+    assert drafts.feature_size == 32
+    with pytest.raises(ValueError, match=r"features: shape"):
+        drafts.forward([Rows.chain(slot, 0, [1, 2, 3], np.zeros(shape, np.float32))])
+    drafts.forward([Rows.chain(slot, 0, [1, 2, 3], np.zeros((3, 32), np.float32))])
+
+
 def test_inputs_for_layers_that_round_theirs_are_the_nearest_bfloat16() -> None:
     """As on processors with arithmetic in bfloat16, whichever this one is."""
     generator = torch.Generator().manual_seed(1)
