@@ -30,7 +30,7 @@ from verifier_service.kv_admission import Memory, Slots
 from verifier_service.local_drafts import LocalDrafts
 from verifier_service.metrics import Metrics, trace_round
 from verifier_service.rounds import Rounds
-from verifier_service.runner import Chunk, Drafted, Outcome, Round, Runner
+from verifier_service.runner import Chunk, Outcome, Round, Runner
 from verifier_service.scheduler import Limits, Plan, SessionView, schedule
 from verifier_service.session import Event, Session
 from verifier_service.settings import VerifierSettings
@@ -93,20 +93,15 @@ class EngineLoop:
             chunks = [self._chunk(number, size) for number, size in plan.chunks]
             rounds = [self._launch(number, max_nodes) for number, max_nodes in plan.launches]
             with self.watchdog.step():
-                work = asyncio.get_running_loop().run_in_executor(self._thread, self._on_model, chunks, rounds)
-                drafted, outcomes = await work
-            self.apply(plan, chunks, drafted, outcomes, start_s=start_s)
+                loop = asyncio.get_running_loop()
+                outcomes = await loop.run_in_executor(self._thread, self.runner.step, chunks, rounds)
+            self.apply(plan, chunks, rounds, outcomes, start_s=start_s)
         except ModelLost:
             raise
         except Exception as error:  # a bug or a broken model costs the sessions of this step, not the service
             log.exception("step_failed")
             for number in {n for n, _ in (*plan.prefill, *plan.launches)}:
                 self.abort(self.running[number], error)
-
-    def _on_model(self, chunks: list[Chunk], rounds: list[Round]) -> tuple[Drafted, list[Outcome]]:
-        """On the model's thread: the rounds with all their trees, and their outcomes."""
-        drafted = self.runner.drafted(rounds)
-        return drafted, self.runner.step(chunks, drafted.rounds)
 
     # -- prepare and schedule -----------------------------------------------------------------------------------------
 
@@ -269,16 +264,10 @@ class EngineLoop:
     # -- apply --------------------------------------------------------------------------------------------------------
 
     def apply(
-        self,
-        plan: Plan,
-        chunks: list[Chunk],
-        drafted: Drafted,
-        outcomes: list[Outcome],
-        *,
-        start_s: float,
+        self, plan: Plan, chunks: list[Chunk], rounds: list[Round], outcomes: list[Outcome], *, start_s: float
     ) -> None:
         """A step has ended that began at start_s."""
-        rounds, draft_s = drafted.rounds, drafted.seconds
+        draft_s = self.runner.draft_s
         kind = "prefill" if plan.prefill else "verify" if plan.verify else "plain"
         self.metrics.record_step(kind, time.monotonic() - start_s, draft_s=draft_s)
         if plan.prefill:
@@ -290,30 +279,31 @@ class EngineLoop:
             session.feed(size, chunk.prompt_logprobs)
             self.rounds.start_round_timer(session)
         for (number, _), done, outcome in zip(plan.launches, rounds, outcomes, strict=True):
-            self._commit(self.running[number], done, outcome, None if drafted.catches_up else draft_s)
+            self._commit(self.running[number], done, outcome)
         self.pool.flush()  # drafters go on while the next step is planned
         if not plan.prefill:
             seconds = time.monotonic() - start_s - draft_s
-            rows = sum(len(r.tree) for r in rounds)
+            rows = sum(len(outcome.tree) for outcome in outcomes)
             self.rounds.controller.step_time.add(rows, seconds, plain=rows == len(rounds))
         self.rounds.plan()
 
-    def _commit(self, session: Session, done: Round, outcome: Outcome, draft_s: float | None) -> None:
+    def _commit(self, session: Session, done: Round, outcome: Outcome) -> None:
         if session.done:
             return  # cancelled while the step ran; nothing was emitted
         session.on(Event.COMMIT)
         if done.drafter and outcome.draws is not None:
             self.audit.observe(done.drafter, outcome.draws)
+        draft_s = None if self.runner.catches_up else self.runner.draft_s
         missed = self.rounds.ended(session, outcome, prefilled=bool(done.fill), draft_s=draft_s)
         local = session.local
         is_local = local is not None and local.launched and outcome.num_nodes > 0
         drafter = local.name if local is not None and is_local else done.drafter
         trace_round(session, outcome, missed=missed, drafter=drafter)
         self.local.learn_successors(session, outcome.successors)
-        self.metrics.record_round(done.tree, outcome, missed=missed, local=is_local)
+        self.metrics.record_round(outcome, missed=missed, local=is_local)
         if session.features is not None and outcome.features is not None:
             session.features.add(done.first, outcome.features)
-        tree = session.seen(done.tree, outcome.path)
+        tree = session.seen(outcome.tree, outcome.path)
         committed = session.advance(
             outcome.tokens, outcome.num_nodes, outcome.logprobs, tree, missed=missed, drafter=drafter
         )

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from rootward.core.tree import TokenTree
 from rootward.demand import DemandCollector, VerifierDemand
 from rootward.metrics import Gauges, Read
 from rootward.tracing import start_span, traceparent_of
@@ -79,8 +78,9 @@ class Metrics:
         if kind != "prefill":
             self._head.inc(draft_s)
 
-    def record_round(self, tree: TokenTree, outcome: Outcome, *, missed: bool, local: bool = False) -> None:
+    def record_round(self, outcome: Outcome, *, missed: bool, local: bool = False) -> None:
         """Count a round. missed: it waited for a tree that did not arrive; local: the verifier grew its tree."""
+        tree = outcome.tree
         self._rounds.labels("local" if local else "tree" if outcome.num_nodes else "plain").inc()
         self._emitted.inc(len(outcome.tokens))
         if missed:

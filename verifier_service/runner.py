@@ -127,6 +127,7 @@ class Outcome:
     num_nodes   nodes that were verified, root excluded
     expected    closed-form block efficiency of the tree, free of coin noise; 0 under target matching
     path        numbers of the accepted nodes, in draw order from 1
+    tree        that was verified
     logprobs    one per token, where they are wanted
     successors  (token of a node, the target's most likely tokens after it, best first), where they are wanted
     draws       input of the audit of drafters
@@ -137,23 +138,11 @@ class Outcome:
     num_nodes: int
     expected: float = 0.0
     path: tuple[int, ...] = ()
+    tree: TokenTree = field(default_factory=root_only, compare=False)
     logprobs: tuple[TokenLogprob, ...] = ()
     successors: tuple[tuple[int, tuple[int, ...]], ...] = ()
     draws: Draws | None = field(default=None, compare=False)
     features: NDArray[np.float32] | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """Rounds with the trees that the draft head has grown for them.
-
-    seconds     that this took
-    catches_up  it took longer than usual: the head read a text of more than one round (`HeadDrafts.catches_up`)
-    """
-
-    rounds: list[Round]
-    seconds: float = 0.0
-    catches_up: bool = False
 
 
 class Runner:
@@ -162,6 +151,9 @@ class Runner:
     law    law of ratio tests; tests replace it to show that wrong laws are detected
     heads  trees of a draft head; it observes the hidden states of every forward
     head   the draft head that fuses features for drafters; without `heads` it costs nothing until features are wanted
+
+    draft_s     time that the draft head took to grow trees in the last step
+    catches_up  it took longer than usual: the head read a text of more than one round (`HeadDrafts.catches_up`)
     """
 
     def __init__(
@@ -176,17 +168,8 @@ class Runner:
         self.law = law
         self.heads = heads
         self.head = head if heads is None else heads.model
+        self.draft_s, self.catches_up = 0.0, False
         self._exposed = False
-
-    def drafted(self, rounds: Sequence[Round]) -> Drafted:
-        """The rounds with the trees that the draft head grows for them."""
-        wanted = [r.wanted for r in rounds if r.wanted is not None]
-        if self.heads is None or not wanted:
-            return Drafted(list(rounds))
-        start_s = time.perf_counter()
-        trees = iter(self.heads.grow(wanted))
-        found = [r if r.wanted is None else replace(r, snapshot=next(trees)) for r in rounds]
-        return Drafted(found, time.perf_counter() - start_s, self.heads.catches_up)
 
     def forget(self, session: int) -> None:
         """The session has ended."""
@@ -194,7 +177,9 @@ class Runner:
             self.heads.forget(session)
 
     def step(self, chunks: Sequence[Chunk], rounds: Sequence[Round]) -> list[Outcome]:
-        """Compute all chunks and rounds in one forward. Returns the outcomes of the rounds, in order; those of chunks are in the chunks."""
+        """Grow the trees that the draft head is asked for, then compute all chunks and rounds in one forward. Returns the outcomes of the
+        rounds, in order; those of chunks are in the chunks."""
+        rounds = self._drafted(rounds)
         wants_features = any(c.num_features for c in chunks) or any(r.wants_features for r in rounds)
         self._expose(wanted=self.heads is not None or wants_features)
         batch = [Rows.chain(c.kv_slot, 0, c.tokens) for c in chunks] + [_rows(r) for r in rounds]
@@ -211,6 +196,18 @@ class Runner:
             for entry, rows in zip(entries, committed, strict=True):
                 self.heads.observe(entry.session, entry.first, states[rows])
         return self._with_features(chunks, rounds, outcomes, committed) if wants_features else outcomes
+
+    def _drafted(self, rounds: Sequence[Round]) -> Sequence[Round]:
+        """The rounds with the trees that the draft head grows for them."""
+        self.draft_s, self.catches_up = 0.0, False
+        wanted = [r.wanted for r in rounds if r.wanted is not None]
+        if self.heads is None or not wanted:
+            return rounds
+        start_s = time.perf_counter()
+        trees = iter(self.heads.grow(wanted))
+        found = [r if r.wanted is None else replace(r, snapshot=next(trees)) for r in rounds]
+        self.draft_s, self.catches_up = time.perf_counter() - start_s, self.heads.catches_up
+        return found
 
     def _expose(self, *, wanted: bool) -> None:
         """Make forwards leave their hidden states, or stop it. Only on a change: on a GPU it costs the recorded graphs."""
@@ -246,6 +243,7 @@ class Runner:
                 num_nodes=len(tree) - 1,
                 expected=decision.expected,
                 path=tuple(np.flatnonzero(tree.ancestors[stop])[1:].tolist()),
+                tree=tree,
                 logprobs=_logprobs(r, start, stop, tokens, logits_TV),
                 successors=_successors(r, logits_TV[start : start + len(tree)]),
                 draws=decision.draws,
