@@ -52,7 +52,7 @@ SILENT_S = 1.0  # a drafter that sends no answer for longer is considered failed
 READ_S = 2e-3  # for each token that it may have to read first
 FRESH_S = 1.0  # age up to which a report of load is used to balance
 LONGEST_FULL_S = 30.0  # between two Opens to a drafter that is full
-MEMORY = 0.2  # weight of the newest latency and gain
+MEMORY = 0.2  # weight of the newest gain
 
 Budget = Callable[[Session, Draft], int | None]
 
@@ -79,7 +79,7 @@ class Link:
         self.drafts: dict[int, Draft] = {}  # by slot
         self.breaker = Breaker()
         self.unanswered_since_s: float | None = None  # time on `stall_clock` of the oldest message without an answer
-        self.latency_s = self.gain = 0.0
+        self.gain = 0.0  # tokens per round with its trees
         self.pace = DraftPace()
         self.send_buffer = SendBuffer()
         self._load, self._load_s, self._num_others = Load(), 0.0, 0
@@ -124,7 +124,7 @@ class Link:
             capacity=self.ack.capacity if self.ack is not None else 0,
             used=self.used,
             own=len(self.drafts),
-            latency_s=self.latency_s,
+            latency_s=self.pace.first_s,
             queue_s=self._load.queue_us / 1e6,
             gain=self.gain,
             leaving=self.draining or self.leaving,
@@ -198,7 +198,7 @@ class Link:
         node_budget = budget(session, draft)
         draft.wanted = draft.tree.node_cap if node_budget is None else node_budget
         self._metrics.rerooted(grown=bool(walked) and walked[-1] is not None, num_nodes=len(draft.tree))
-        draft.at_rest, draft.committed_s, draft.queued_s = False, time.monotonic(), 0.0
+        draft.at_rest, draft.queued_s = False, 0.0
         if draft.unanswered_since_s is None:
             draft.unanswered_since_s = self.stall_clock.now()
         features = self._features(session, len(tokens))
@@ -339,33 +339,26 @@ class Link:
             return
         self.breaker.grew()
         current = grow.base_len == draft.tree.length
-        if current and draft.committed_s is not None:
-            self._record_latency(draft, grow.queue_us / 1e6, grow.draft_us / 1e6)
-        self._record_pace(draft, before, current=current)
+        if more := len(draft.tree) - before:
+            self._record_growth(draft, grow, more, current=current)
         if not draft.has_growth:  # the last tree that it was sent was accepted
             self._num_refusals = 0
         draft.has_growth, draft.unanswered_since_s, draft.misses = True, None, 0
         draft.at_rest = grow.at_rest and current
 
-    def _record_pace(self, draft: Draft, before: int, *, current: bool) -> None:
-        """Record the times of growth that a round may verify; the tree had `before` nodes. Only nodes that a round waits for count:
-        later ones are drawn several at a time."""
-        now_s, more = time.monotonic(), len(draft.tree) - before
-        if not more:
-            return
-        if current and draft.has_current_growth and before < draft.wanted:
-            self.pace.on_more_growth(now_s - draft.last_growth_s, more, draft.wanted)
-        elif current and not draft.has_current_growth and draft.rerooted_s and draft.has_growth:
-            self.pace.on_first_growth(now_s - draft.rerooted_s)
+    def _record_growth(self, draft: Draft, grow: Grow, more: int, *, current: bool) -> None:
+        """Record the times of growth that a round may verify. Only nodes that a round waits for count for the pace: later ones are drawn
+        several at a time. more: number of new nodes; current: they were drawn below the present root."""
+        now_s = time.monotonic()
+        if current and draft.has_current_growth:
+            if len(draft.tree) - more < draft.wanted:
+                self.pace.on_more_growth(now_s - draft.last_growth_s, more, draft.wanted)
+        elif current and draft.rerooted_s:
+            draft.queued_s = grow.queue_us / 1e6
+            self._metrics.answered(now_s - draft.rerooted_s, draft.queued_s + grow.draft_us / 1e6)
+            if draft.has_growth:  # otherwise it has read the prompt first
+                self.pace.on_first_growth(now_s - draft.rerooted_s)
         draft.last_growth_s, draft.has_current_growth = now_s, draft.has_current_growth or current
-
-    def _record_latency(self, draft: Draft, queued_s: float, computed_s: float) -> None:
-        """Record the latency of the first growth after a commit."""
-        assert draft.committed_s is not None
-        latency_s = time.monotonic() - draft.committed_s
-        self._metrics.answered(latency_s, queued_s + computed_s)
-        self.latency_s += (MEMORY if self.latency_s else 1.0) * (latency_s - self.latency_s)
-        draft.committed_s, draft.queued_s = None, queued_s
 
     def _on_malformed(self, slot: int | None, why: str) -> None:
         """A malformed frame: orphan its tree, if it names one; repeated ones open the circuit."""

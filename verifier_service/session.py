@@ -93,7 +93,6 @@ class Draft:
     refused              for good: the context or the vocabulary of the drafter does not fit
     unanswered_since_s   on the `stall_clock` of the link: time of the oldest message that growth must answer; None: none
     misses               rounds without this tree since that time
-    committed_s          time of the commit whose first growth has not arrived yet; None: it has
     pace                 of the drafter
     wanted               nodes that the drafter was asked for; 0: as many as the tree was opened with
     rerooted_s           time of the last commit
@@ -114,7 +113,6 @@ class Draft:
     opened_s: float = 0.0
     unanswered_since_s: float | None = None
     misses: int = 0
-    committed_s: float | None = None
     pace: DraftPace = field(default_factory=DraftPace)
     wanted: int = 0
     rerooted_s: float = 0.0
