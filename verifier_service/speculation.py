@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import chain, repeat
 
 from verifier_service.step_time import SIZES, StepTime
 
@@ -58,18 +59,28 @@ class RoundResult:
     found_nothing: bool = False
 
 
+@dataclass(slots=True)
+class Mean:
+    """The mean of `count` values, exponentially weighted once there are many."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float, least_weight: float = MEMORY) -> None:
+        self.count += 1
+        self.value += max(least_weight, 1.0 / self.count) * (value - self.value)
+
+
 class Statistics:
     """What is known of one kind of rounds, and the present decision for its sessions."""
 
     def __init__(self) -> None:
-        self._accept: list[float] = []  # by number in draw order, from 0
-        self._rounds: list[int] = []
-        # By target_nodes: mean number of accepted nodes, and rounds. Small trees are grown deep and large ones wide.
-        self._accepted: dict[int, tuple[float, int]] = {}
-        self._wait: dict[int, tuple[float, int]] = {}  # by target_nodes: mean, and rounds
+        self._acceptance: list[Mean] = []  # of a node, by its number in draw order, from 0
+        # By target_nodes: number of accepted nodes. Small trees are grown deep and large ones wide.
+        self._accepted: defaultdict[int, Mean] = defaultdict(Mean)
+        self._wait: defaultdict[int, Mean] = defaultdict(Mean)  # by target_nodes
         self.num_rounds = 0  # with trees
-        self._share_with_tree = 1.0  # share of the rounds that might have a tree which have one
-        self._num_asked = 0  # such rounds
+        self._share_with_tree = Mean(1.0)  # share of the rounds that might have a tree which have one
         self.target_nodes = self.max_nodes = 0  # of rounds that begin now: waited for, and verified
         self.usual_nodes = 0  # waited for by a round that is no probe
         self.usual_tokens = 1.0  # and expected of it
@@ -89,15 +100,22 @@ class Statistics:
 
     def tokens(self, most: int) -> list[float]:
         """Expected tokens of a round by the acceptance of the nodes numbered 1, ..., most: with 0, 1, ..., most of them."""
-        return list(accumulate(self._acceptance(most), initial=1.0))
+        found = [1.0]
+        expected = FIRST_ACCEPTANCE
+        for known in chain(self._acceptance[:most], repeat(Mean(), most - len(self._acceptance))):
+            expected = (known.count * known.value + PRIOR_ROUNDS * expected) / (known.count + PRIOR_ROUNDS)
+            found.append(found[-1] + expected)
+            expected *= DECAY
+        return found
 
     def expected_tokens(self, sizes: Sequence[int]) -> dict[int, float]:
         """E(n), tokens of a round that waits for n nodes, the bonus token included, for ascending sizes."""
         by_number = self.tokens(sizes[-1])
         found = {}
         for nodes in sizes:
-            mean, count = self._accepted.get(nodes, (0.0, 0))
-            found[nodes] = (count * (1.0 + mean) + PRIOR_ROUNDS * by_number[nodes]) / (count + PRIOR_ROUNDS)
+            mean = self._accepted.get(nodes, Mean())
+            known = mean.count * (1.0 + mean.value)
+            found[nodes] = (known + PRIOR_ROUNDS * by_number[nodes]) / (mean.count + PRIOR_ROUNDS)
         return found
 
     def draft_wait(self, nodes: int) -> float:
@@ -107,24 +125,14 @@ class Statistics:
         if not nodes or not self._wait:
             return 0.0
         if nodes in self._wait:
-            return self._wait[nodes][0]
+            return self._wait[nodes].value
         tried = min(self._wait, key=lambda n: abs(math.log(n / nodes)))
-        return self._wait[tried][0] * (1.0 + nodes / tried) / 2
-
-    def _acceptance(self, most: int) -> list[float]:
-        found: list[float] = []
-        expected = FIRST_ACCEPTANCE
-        for i in range(most):
-            rounds = self._rounds[i] if i < len(self._rounds) else 0
-            accepted = self._accept[i] if rounds else 0.0
-            found.append((rounds * accepted + PRIOR_ROUNDS * expected) / (rounds + PRIOR_ROUNDS))
-            expected = DECAY * found[-1]
-        return found
+        return self._wait[tried].value * (1.0 + nodes / tried) / 2
 
     def expected_trees(self, sessions: int) -> float:
         """Expected number of trees in a step of so many sessions that has any. Its time is that of all of them, so trees of a few sessions
         must be worth the time of the others."""
-        return max(1.0, self._share_with_tree * sessions)
+        return max(1.0, self._share_with_tree.value * sessions)
 
     @property
     def present_nodes(self) -> int:
@@ -142,9 +150,7 @@ class Statistics:
         """A round of this session was committed."""
         trial = self.trial_left > 0 and self.trial_session == session
         if result.target_nodes or result.found_nothing:
-            self._num_asked += 1
-            weight = max(MEMORY, 1.0 / self._num_asked)
-            self._share_with_tree += weight * (float(not result.found_nothing) - self._share_with_tree)
+            self._share_with_tree.add(float(not result.found_nothing))
         if not result.target_nodes:
             if trial:
                 self.trial_patience -= 1
@@ -153,18 +159,13 @@ class Statistics:
             return
         self.num_rounds += 1
         target, observed = result.target_nodes, result.observed_nodes
-        mean, count = self._accepted.get(target, (0.0, 0))
-        accepted = sum(number <= target for number in result.path)
-        self._accepted[target] = mean + max(MEMORY, 1.0 / (count + 1)) * (accepted - mean), count + 1
+        self._accepted[target].add(sum(number <= target for number in result.path))
         path = set(result.path)
-        self._accept += [0.0] * (observed - len(self._accept))
-        self._rounds += [0] * (observed - len(self._rounds))
-        for i in range(observed):
-            self._rounds[i] += 1
-            self._accept[i] += max(MEMORY, 1.0 / self._rounds[i]) * ((i + 1 in path) - self._accept[i])
+        self._acceptance += [Mean() for _ in range(observed - len(self._acceptance))]
+        for number, mean in enumerate(self._acceptance[:observed], 1):
+            mean.add(number in path)
         if result.wait is not None:
-            mean, count = self._wait.get(target, (0.0, 0))
-            self._wait[target] = mean + max(QUICK_MEMORY, 1.0 / (count + 1)) * (result.wait - mean), count + 1
+            self._wait[target].add(result.wait, QUICK_MEMORY)
         if trial:
             self.trial_left -= 1
             if not self.trial_left:
@@ -201,7 +202,8 @@ class Statistics:
         self.trial_left = TRIAL
         self.trial_session = None
         self.trial_patience = PROBE_EVERY
-        self._rounds = [min(rounds, TRIAL_MEMORY) for rounds in self._rounds]
+        for mean in self._acceptance:
+            mean.count = min(mean.count, TRIAL_MEMORY)
 
     def activate(self) -> None:
         self.active = True
