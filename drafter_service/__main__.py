@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 from drafter_service.growth_loop import DrafterService, Key, without_model
 from drafter_service.lookup_grower import LookupGrower
@@ -21,7 +21,7 @@ from rootward.errors import ConfigurationError
 from rootward.host import ask_for_huge_pages
 from rootward.ports import DraftModel, ModelInfo
 from rootward.wire.channel import DRAFTING
-from rootward.wire.process import Admin, admin_port, announce, service_main, until_stopped
+from rootward.wire.process import admin_port, announce, service_main, until_stopped
 from rootward.wire.server import RpcServer
 
 # Of a draft model a few nodes are worth most one below the other; beyond that a draft forward costs more than a wider step. A head is less
@@ -63,7 +63,7 @@ def build(model: DraftModel, settings: DrafterSettings) -> DrafterService:
     )
 
 
-def described(drafter: DrafterService, settings: DrafterSettings, address: str) -> Worker:
+def registry_entry(drafter: DrafterService, settings: DrafterSettings, address: str) -> Worker:
     """The entry of the drafter in the registry."""
     return Worker(
         "drafter",
@@ -148,45 +148,33 @@ def load_head(settings: DrafterSettings) -> DraftModel:
 
 async def serve(settings: DrafterSettings) -> None:
     ask_for_huge_pages()
-    async with admin_port(settings.admin_listen) as admin:
-        await _serve(settings, admin)
-
-
-async def _serve(settings: DrafterSettings, admin: Admin) -> None:
-    recipe = recipe_of(settings.model)
-    drafter = build_lookup(recipe, settings) if recipe is not None else build(await load(settings), settings)
-    server = RpcServer(settings.listen, transport=DRAFTING, tls=settings.server_tls, grace_s=1.0)
-    async with drafter, server, AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
+        admin = await stack.enter_async_context(admin_port(settings.admin_listen))
+        recipe = recipe_of(settings.model)
+        service = build_lookup(recipe, settings) if recipe is not None else build(await load(settings), settings)
+        drafter = await stack.enter_async_context(service)
+        server = RpcServer(settings.listen, transport=DRAFTING, tls=settings.server_tls, grace_s=1.0)
+        await stack.enter_async_context(server)
         DrafterServicer(drafter, drafter.describe).register(server)
         await server.start()
         await server.set_ready(True)
         admin.serving(ready=lambda: not drafter.draining, live=lambda: drafter.alive, metrics=drafter.registry)
-        beat = await stack.enter_async_context(in_registry(drafter, settings, server.address))
+        beat: Callable[[], None] | None = None
+        if settings.redis_url:  # where verifiers find it
+            registry = await stack.enter_async_context(open_registry(settings.redis_url, prefix=settings.redis_prefix))
+            address = advertised(settings.advertise or server.address)
+            entry = registered(registry, lambda: registry_entry(drafter, settings, address))
+            beat = await stack.enter_async_context(entry)
 
         async def drain() -> None:
             drafter.draining = True
-            beat()
+            if beat is not None:  # at once
+                beat()
             await drafter.drain()
 
         announce("drafter", server.address)
         ended = [drafter.ended] if drafter.ended else []
         await until_stopped(server, drain, settings.shutdown_timeout_s, ended=ended)
-
-
-@asynccontextmanager
-async def in_registry(
-    drafter: DrafterService, settings: DrafterSettings, address: str
-) -> AsyncIterator[Callable[[], None]]:
-    """While it is open verifiers find the drafter in Redis, if there is one. Yields what asks for a heartbeat at once."""
-    if not settings.redis_url:
-        yield lambda: None
-        return
-    dialled = advertised(settings.advertise or address)
-    async with (
-        open_registry(settings.redis_url, prefix=settings.redis_prefix) as registry,
-        registered(registry, lambda: described(drafter, settings, dialled)) as beat,
-    ):
-        yield beat
 
 
 main = service_main("drafter", DrafterSettings, serve)

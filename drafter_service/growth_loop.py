@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -86,7 +87,7 @@ class DrafterService:
         self.grower, self.pool = grower, pool
         self.worker = f"drafter-{grower.incarnation:016x}"
         self.capacity, self.max_atoms, self.strategy = capacity, max_atoms, strategy
-        self._agree, self.head = agree or with_model, head
+        self._agree, self.head = agree or partial(with_model, head=head), head
         self.draining = False
         self.watchdog = Watchdog()
         self.registry = CollectorRegistry()  # its own, so that several drafters can live in one process
@@ -100,7 +101,7 @@ class DrafterService:
         self._streams: dict[int, Stream] = {}
         self._num_streams = self._num_failures = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="growth")
-        self._growth: asyncio.Task[None] | None = None
+        self._growth: asyncio.Future[None] | None = None
         self._beat_task: asyncio.Task[None] | None = None
 
     @property
@@ -112,7 +113,8 @@ class DrafterService:
         return DrafterInfo(self.info, self._answer(None), self._load(None), rootward.__version__, time.time())
 
     async def __aenter__(self) -> DrafterService:
-        self._growth = asyncio.create_task(self._grow_forever(), name="growth")
+        loop = asyncio.get_running_loop()
+        self._growth = loop.run_in_executor(self._thread, self._grow, loop)
         self._beat_task = asyncio.create_task(self._beat_forever(), name="heartbeat")
         return self
 
@@ -194,8 +196,6 @@ class DrafterService:
         info, refusal = self.info, ""
         if hello is not None:
             info, refusal = self._agree(hello, info)
-            if not refusal and self.head is not None:
-                refusal = refuse_other_head(hello, self.head)
             if refusal:
                 log.warning("pairing_refused", verifier=hello.worker, reason=refusal)
         return HelloAck(
@@ -239,10 +239,6 @@ class DrafterService:
 
     # -- the growth loop ----------------------------------------------------------------------------------------------
 
-    async def _grow_forever(self) -> None:
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._thread, self._grow, loop)
-
     def _grow(self, loop: asyncio.AbstractEventLoop) -> None:
         """The growth loop. It and all methods that it calls directly run on the worker thread."""
         while (mail := self._take_mail(wait=self.grower.idle)) is not None:
@@ -274,7 +270,8 @@ class DrafterService:
         now_s = time.monotonic()
         for stream, frame, received_s in mail:
             if frame is None:
-                self._close_stream(stream)
+                for key in [key for key in self.grower.trees if key[0] == stream.number]:
+                    self._close(key)
                 continue
             out += self._apply(stream, frame)
             slots = [message.slot for message in frame.opens] + [message.slot for message in frame.commits]
@@ -292,7 +289,7 @@ class DrafterService:
             self._num_failures += 1
             if self._num_failures >= MAX_FAILURES:
                 raise  # the model does not recover: the process ends, and its supervisor starts another
-            return self._give_up_all()
+            return [answer for key in list(self.grower.trees) for answer in self._give_up(key, "internal error")]
         if frames:  # a level without trees is no sign of recovery
             self._num_failures = 0
         out: list[Answer] = []
@@ -303,11 +300,6 @@ class DrafterService:
                 self._spans.grew(key, sent)
                 out.append((owner, sent))
         return out
-
-    def _close_stream(self, stream: Stream) -> None:
-        for key in [k for k in self.grower.trees if k[0] == stream.number]:
-            self._close(key)
-        self._spans.left(stream.number)
 
     def _close(self, key: Key) -> None:
         try:
@@ -328,8 +320,7 @@ class DrafterService:
                 out += self._open(stream, message) if isinstance(message, Open) else self._advance(stream, message)
             except Exception:
                 log.exception("message_failed", kind=type(message).__name__)
-                self._close((stream.number, message.slot))
-                out.append((stream, Reject(message.slot, "internal error", retry_after_ms=RETRY_MS)))
+                out += self._give_up((stream.number, message.slot), "internal error")
         return out
 
     def _advance(self, stream: Stream, message: Commit | OpenFeatures) -> list[Answer]:
@@ -367,10 +358,6 @@ class DrafterService:
             return []
         return self._give_up((loser, max(slot for number, slot in self.grower.trees if number == loser)), "fair share")
 
-    def _give_up_all(self) -> list[Answer]:
-        """Close every tree after a failure of the model."""
-        return [answer for key in list(self.grower.trees) for answer in self._give_up(key, "internal error")]
-
     def _give_up(self, key: Key, reason: str) -> list[Answer]:
         self._close(key)
         owner = self._streams.get(key[0])
@@ -387,8 +374,8 @@ def gives_up(held: Mapping[int, int], asking: int) -> int | None:
     return fullest
 
 
-def with_model(hello: Hello, info: ModelInfo) -> Terms:
-    """Terms of a drafter with a model: tokenizer and vocabulary must equal the target's."""
+def with_model(hello: Hello, info: ModelInfo, *, head: DraftHead | None = None) -> Terms:
+    """Terms of a drafter with a model: tokenizer and vocabulary must equal the target's. The verifier must send features for its head."""
     if refusal := _protocol(hello):
         return info, refusal
     if hello.tokenizer_hash and info.tokenizer_hash and hello.tokenizer_hash != info.tokenizer_hash:
@@ -399,6 +386,11 @@ def with_model(hello: Hello, info: ModelInfo) -> Terms:
         )
     elif not hello.tokenizer_hash and hello.vocab_size != info.vocab_size:
         refusal = f"vocab_size: target has {hello.vocab_size}, draft {info.vocab_size}; use models of one vocabulary"
+    elif head is not None and hello.head != head.fingerprint:
+        refusal = (
+            f"head: drafter has {head.fingerprint[:12]}, verifier {hello.head[:12] or 'none'}; "
+            "start the verifier with --draft-head FOLDER of the same head"
+        )
     return info, refusal
 
 
@@ -411,16 +403,6 @@ def without_model(hello: Hello, info: ModelInfo) -> Terms:
         tokenizer_hash=hello.tokenizer_hash,
     )
     return as_target, _protocol(hello)
-
-
-def refuse_other_head(hello: Hello, head: DraftHead) -> str:
-    """Why a verifier cannot send features for this head; "": it can."""
-    if hello.head == head.fingerprint:
-        return ""
-    return (
-        f"head: drafter has {head.fingerprint[:12]}, verifier {hello.head[:12] or 'none'}; "
-        "start the verifier with --draft-head FOLDER of the same head"
-    )
 
 
 def _protocol(hello: Hello) -> str:

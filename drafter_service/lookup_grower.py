@@ -133,37 +133,30 @@ class LookupGrower(Generic[K]):
         """Grow the trees that have waited longest. Returns their frames."""
         waiting = [(key, growing) for key, growing in self.trees.items() if not growing.at_rest]
         waiting.sort(key=lambda item: item[1].arrived_s)
-        frames: list[tuple[K, Grow]] = []
-        for key, growing in waiting[:TREES_PER_LEVEL]:
-            if (frame := self._grow(growing)) is not None:
-                frames.append((key, frame))
-        return frames
+        grown = [(key, self._grow(growing)) for key, growing in waiting[:TREES_PER_LEVEL]]
+        return [(key, frame) for key, frame in grown if frame is not None]
 
     def _grow(self, growing: LookupTree) -> Grow | None:
+        """The last frame of a tree before the next commit; None: its source has not read the whole text yet."""
         start_s = time.monotonic()
         growing.source.extend(growing.pending[:CHUNK])
         del growing.pending[:CHUNK]
         if growing.pending:
             growing.arrived_s = start_s  # other texts come before the rest of a long one
             return None
-        first = growing.tree.next_id
-        extend_tree(growing.tree, growing.source, growing.shape)
+        tree = growing.tree
+        first = tree.next_id
+        extend_tree(tree, growing.source, growing.shape)
         growing.at_rest = True
-        return _frame(growing, first, start_s)
-
-
-def _frame(growing: LookupTree, first: int, start_s: float) -> Grow:
-    """The last frame of a tree before the next commit, with its nodes from `first` on."""
-    tree = growing.tree
-    records = [tree.nodes[node] for node in range(first, tree.next_id)]
-    return Grow(
-        growing.open.slot,
-        tree.length,
-        tree.hash,
-        first,
-        np.array([r.parent for r in records], dtype=np.int64),
-        np.array([r.token for r in records], dtype=np.int64),
-        np.zeros(len(records), dtype=np.bool_),
-        at_rest=True,
-        draft_us=int((time.monotonic() - start_s) * 1e6),
-    )
+        records = [tree.nodes[node] for node in range(first, tree.next_id)]
+        return Grow(
+            growing.open.slot,
+            tree.length,
+            tree.hash,
+            first,
+            np.array([r.parent for r in records], dtype=np.int64),
+            np.array([r.token for r in records], dtype=np.int64),
+            np.zeros(len(records), dtype=np.bool_),
+            at_rest=True,
+            draft_us=int((time.monotonic() - start_s) * 1e6),
+        )

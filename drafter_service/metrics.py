@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
 
 from rootward.core.frames import Grow, Open
 from rootward.tracing import Span, set_attributes, start_span
@@ -14,45 +14,29 @@ GAUGES = {
     "drafter_streams": "Verifiers connected.",
 }
 
-
 Key = tuple[int, int]  # (stream, slot)
-
-
-@dataclass(slots=True)
-class _Tree:
-    span: Span
-    nodes: int = 0
-    frames: int = 0
-    draft_us: int = 0
-    queue_us: int = 0
 
 
 class Spans:
     """Spans of the trees of traced requests."""
 
     def __init__(self) -> None:
-        self._trees: dict[Key, _Tree] = {}
+        self._trees: dict[Key, tuple[Span, Counter[str]]] = {}  # with totals of their growth
 
     def opened(self, key: Key, message: Open) -> None:
         if message.traceparent:
             num_prefix = len(message.prefix)
             span = start_span("drafter.tree", message.traceparent, request_id=message.session, prefix_tokens=num_prefix)
-            self._trees[key] = _Tree(span)
+            self._trees[key] = span, Counter()
 
     def grew(self, key: Key, grow: Grow) -> None:
-        if (tree := self._trees.get(key)) is not None:
-            tree.nodes += len(grow.token)
-            tree.frames += 1
-            tree.draft_us += grow.draft_us
-            tree.queue_us += grow.queue_us
+        if key in self._trees:
+            _, totals = self._trees[key]
+            totals.update(nodes=len(grow.token), frames=1, draft_us=grow.draft_us, queue_us=grow.queue_us)
 
     def closed(self, key: Key) -> None:
-        if (tree := self._trees.pop(key, None)) is not None:
-            times = {"draft_ms": tree.draft_us / 1e3, "queue_ms": tree.queue_us / 1e3}
-            set_attributes(tree.span, nodes=tree.nodes, frames=tree.frames, **times)
-            tree.span.end()
-
-    def left(self, stream: int) -> None:
-        """The verifier of this stream is gone."""
-        for key in [key for key in self._trees if key[0] == stream]:
-            self.closed(key)
+        if key in self._trees:
+            span, totals = self._trees.pop(key)
+            times = {"draft_ms": totals["draft_us"] / 1e3, "queue_ms": totals["queue_us"] / 1e3}
+            set_attributes(span, nodes=totals["nodes"], frames=totals["frames"], **times)
+            span.end()
