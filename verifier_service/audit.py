@@ -20,7 +20,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,14 +28,13 @@ from typing import Any
 import numpy as np
 import structlog
 from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 from redis.asyncio import Redis, RedisCluster
 
 from rootward.core.arrays import Floats
 from rootward.core.audit import STRATEGIES, Draws, Record, joined
 from rootward.errors import Unavailable
 from rootward.redis_client import KEY_PREFIX, answering
+from verifier_service.link_metrics import DrafterGauges
 
 log = structlog.get_logger("verifier.audit")
 
@@ -44,6 +43,10 @@ SYNC_S = 2.0  # between two exchanges with Redis
 TIMEOUT_S = 2.0
 KEPT_S = 30 * 86400  # a field and the hash, after they were last written: processes and addresses of pods come and go
 CLEARED = "cleared"
+GAUGES = {
+    "drafter_audit_log_wealth": "Logarithm of the evidence that a drafter draws from another distribution than it declares.",
+    "drafter_audit_caught": "1 from the alarm of the audit until an operator clears the drafter.",
+}
 
 
 @dataclass
@@ -96,7 +99,7 @@ class DrafterAudit:
             ["drafter"],
             registry=registry,
         )
-        registry.register(_Gauges(self._drafters))
+        DrafterGauges(registry, GAUGES, self._values)
 
     def trusts(self, drafter: str, pool: str) -> bool:
         """Whether trees of this drafter may be verified by ratio tests. Depends on past rounds alone. With a Redis a drafter is not trusted
@@ -117,6 +120,9 @@ class DrafterAudit:
             audited.pending.append(draws)
         if sum(map(len, audited.pending)) >= BATCH_DRAWS:
             self._evaluate(drafter, audited)
+
+    def _values(self) -> dict[str, tuple[float, float]]:
+        return {name: (one.record.log_wealth, bool(one.caught)) for name, one in sorted(self._drafters.items())}
 
     def gauges(self) -> dict[str, float]:
         """Of drafters that were caught, by address."""
@@ -200,24 +206,3 @@ class DrafterAudit:
             return True
         # Fields of older releases have no time; they go with the hash.
         return seen.get("written_s", math.inf) < self._wall_s() - KEPT_S and (bool(told) or not seen["caught"])
-
-
-class _Gauges(Collector):
-    def __init__(self, drafters: Mapping[str, Audited]) -> None:
-        self._drafters = drafters
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        wealth = GaugeMetricFamily(
-            "rootward_drafter_audit_log_wealth",
-            "Logarithm of the evidence that a drafter draws from another distribution than it declares.",
-            labels=["drafter"],
-        )
-        caught = GaugeMetricFamily(
-            "rootward_drafter_audit_caught",
-            "1 from the alarm of the audit until an operator clears the drafter.",
-            labels=["drafter"],
-        )
-        for name, audited in sorted(self._drafters.items()):
-            wealth.add_metric([name], audited.record.log_wealth)
-            caught.add_metric([name], float(bool(audited.caught)))
-        yield from (wealth, caught)

@@ -1,4 +1,4 @@
-"""Circuit breaker of one drafter.
+"""Circuit breaker of one drafter, and the clock by which a drafter is silent.
 
 closed     sessions are placed as the drafter has room
 open       none is placed, for a pause that doubles each time
@@ -10,9 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+from rootward.clock import Clock, SystemClock
+
 FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
 MAX_MISSES = 5  # rounds in a row whose tree did not arrive in time
 MAX_OFFENCES = 3  # malformed frames
+READING_INTERVAL_S = 0.05  # of the `StallClock`
+MAX_READING_INTERVAL_S = 2 * READING_INTERVAL_S
 
 
 class CircuitState(IntEnum):
@@ -74,3 +78,28 @@ class Breaker:
     def _open(self, now_s: float) -> None:
         self.opened, self.until_s = True, now_s + self.rest_s
         self.rest_s, self.misses, self.offences = min(2 * self.rest_s, LONGEST_REST_S), 0, 0
+
+
+class StallClock:
+    """A clock that excludes times in which this process itself was stopped: it stops while it is not read, and `run` reads it often.
+
+    After a pause of the process or its event loop every answer seems overdue, although answers wait in the sockets. So the time between
+    two readings counts for at most MAX_READING_INTERVAL_S.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._last_s, self._running_s = self._clock.now(), 0.0
+
+    def now(self) -> float:
+        """Seconds, monotonic."""
+        now_s = self._clock.now()
+        self._running_s += min(now_s - self._last_s, MAX_READING_INTERVAL_S)
+        self._last_s = now_s
+        return self._running_s
+
+    async def run(self) -> None:
+        """Read the clock until cancelled."""
+        while True:
+            self.now()
+            await self._clock.sleep(READING_INTERVAL_S)

@@ -34,14 +34,13 @@ from rootward.core.requests import DraftMode
 from rootward.errors import ServiceError
 from rootward.ports import Drafter
 from rootward.tracing import traceparent_of
-from verifier_service.circuit_breaker import MAX_MISSES, Breaker
+from verifier_service.circuit_breaker import MAX_MISSES, Breaker, StallClock
 from verifier_service.draft_pace import DraftPace
 from verifier_service.link_metrics import LinkMetrics
 from verifier_service.placement import DrafterView
 from verifier_service.send_buffer import SendBuffer
 from verifier_service.session import Draft, Session, number_of
 from verifier_service.settings import Shape
-from verifier_service.stall_clock import StallClock
 
 log = structlog.get_logger("verifier.drafters")
 
@@ -197,7 +196,8 @@ class Link:
         draft.rerooted_s, draft.has_current_growth = time.monotonic(), False
         node_budget = budget(session, draft)
         draft.wanted = draft.tree.node_cap if node_budget is None else node_budget
-        self._metrics.rerooted(grown=bool(walked) and walked[-1] is not None, num_nodes=len(draft.tree))
+        self._metrics.commits.labels("grown" if walked and walked[-1] is not None else "new").inc()
+        self._metrics.carried.inc(len(draft.tree))
         draft.at_rest, draft.queued_s = False, 0.0
         if draft.unanswered_since_s is None:
             draft.unanswered_since_s = self.stall_clock.now()
@@ -325,7 +325,7 @@ class Link:
     def _on_grow(self, grow: Grow) -> None:
         draft = self.drafts.get(grow.slot)
         if draft is None:
-            self._metrics.discarded("closed")
+            self._metrics.discarded.labels("closed").inc()
             return
         before = len(draft.tree)
         try:
@@ -354,16 +354,18 @@ class Link:
             if len(draft.tree) - more < draft.wanted:
                 self.pace.on_more_growth(now_s - draft.last_growth_s, more, draft.wanted)
         elif current and draft.rerooted_s:
-            draft.queued_s = grow.queue_us / 1e6
-            self._metrics.answered(now_s - draft.rerooted_s, draft.queued_s + grow.draft_us / 1e6)
+            draft.queued_s, latency_s = grow.queue_us / 1e6, now_s - draft.rerooted_s
+            drafter_s = draft.queued_s + grow.draft_us / 1e6
+            self._metrics.transport.observe(max(0.0, latency_s - drafter_s))
+            self._metrics.wait.observe(drafter_s)
             if draft.has_growth:  # otherwise it has read the prompt first
-                self.pace.on_first_growth(now_s - draft.rerooted_s)
+                self.pace.on_first_growth(latency_s)
         draft.last_growth_s, draft.has_current_growth = now_s, draft.has_current_growth or current
 
     def _on_malformed(self, slot: int | None, why: str) -> None:
         """A malformed frame: orphan its tree, if it names one; repeated ones open the circuit."""
         log.warning("malformed_frame", drafter=self.name, error=why)
-        self._metrics.discarded("malformed")
+        self._metrics.discarded.labels("malformed").inc()
         if slot is not None:
             self.orphan(slot, "malformed")
         if self.breaker.offended(time.monotonic()):

@@ -22,13 +22,12 @@ from rootward.core.requests import BEST_FIRST, DraftMode, DraftStrategy
 from rootward.demand import VerifierDemand
 from rootward.discovery.polling import follow
 from rootward.ports import DEFAULT_POOL, Discovery, Drafter, Peer
-from verifier_service.circuit_breaker import CircuitState
+from verifier_service.circuit_breaker import CircuitState, StallClock
 from verifier_service.drafter_link import Budget, Link
 from verifier_service.link_metrics import LinkMetrics
 from verifier_service.placement import best_drafter, moves
 from verifier_service.session import Draft, Session
 from verifier_service.settings import Shape
-from verifier_service.stall_clock import StallClock
 
 log = structlog.get_logger("verifier.drafters")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -31,12 +31,12 @@ class LinkMetrics:
         )
         self._received = self._counter("draft_nodes_received", "Nodes that arrived below the root.")
         self._stale = self._counter("draft_nodes_stale", "Nodes that arrived too late to be below the root.")
-        self._carried = self._counter("draft_nodes_carried", "Nodes that stayed alive across a commit.")
-        self._commits = self._counter("draft_commits", "Commits to trees: had the new root been grown?", "root")
-        self._discarded = self._counter("draft_frames_discarded", "Growth that was not used.", "reason")
+        self.carried = self._counter("draft_nodes_carried", "Nodes that stayed alive across a commit.")
+        self.commits = self._counter("draft_commits", "Commits to trees: had the new root been grown?", "root")
+        self.discarded = self._counter("draft_frames_discarded", "Growth that was not used.", "reason")
         self._lost = self._counter("drafter_resyncs", "Trees that ended before their session did.", "reason")
-        self._transport = self._seconds("draft_transport", "Commit to its first growth, less the time in the drafter.")
-        self._queue = self._seconds("draft_wait", "Time in the drafter until the first growth after a commit.")
+        self.transport = self._seconds("draft_transport", "Commit to its first growth, less the time in the drafter.")
+        self.wait = self._seconds("draft_wait", "Time in the drafter until the first growth after a commit.")
         self._compute = self._seconds("draft_frame", "Compute time of the drafter for a frame.")
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
@@ -47,7 +47,16 @@ class LinkMetrics:
 
     def watch(self, links: Callable[[], Sequence[Link]]) -> None:
         """Register the gauges of these links."""
-        self._registry.register(_Drafters(links))
+
+        def read() -> dict[str, tuple[float, float]]:
+            now_s = time.monotonic()
+            return {link.name: (link.ack is not None, link.breaker.state(now_s)) for link in links()}
+
+        meanings = {
+            "drafter_up": "1 while there is a stream.",
+            "drafter_circuit_state": "0 closed, 1 half-open, 2 open.",
+        }
+        DrafterGauges(self._registry, meanings, read)
 
     def frame(self, direction: str, num_bytes: int) -> None:
         self._frames.labels(direction).inc()
@@ -62,21 +71,8 @@ class LinkMetrics:
         self._received.inc(received.kept)
         self._stale.inc(received.stale)
         if received.reason:
-            self._discarded.labels(received.reason).inc()
+            self.discarded.labels(received.reason).inc()
         self._compute.observe(draft_us / 1e6)
-
-    def discarded(self, reason: str) -> None:
-        self._discarded.labels(reason).inc()
-
-    def answered(self, latency_s: float, drafter_s: float) -> None:
-        """Record the first growth since a commit. drafter_s: time in queue and computing, by the drafter's report."""
-        self._transport.observe(max(0.0, latency_s - drafter_s))
-        self._queue.observe(drafter_s)
-
-    def rerooted(self, *, grown: bool, num_nodes: int) -> None:
-        """Record a commit. grown: its last token was a node already; num_nodes: nodes alive below it."""
-        self._commits.labels("grown" if grown else "new").inc()
-        self._carried.inc(num_nodes)
 
     def orphaned(self, reason: str) -> None:
         self._lost.labels(reason if reason in REASONS else "refused").inc()
@@ -86,19 +82,24 @@ class LinkMetrics:
 REASONS = ("lost step", "stream lost", "malformed", "gap", "stale_base", "late", "forgotten", "quarantine")
 
 
-class _Drafters(Collector):
-    """Gauges by drafter, read at every scrape."""
+class DrafterGauges(Collector):
+    """Gauges by drafter, read at every scrape.
 
-    def __init__(self, links: Callable[[], Sequence[Link]]) -> None:
-        self._links = links
+    meanings: by name, without the prefix `rootward_`; read: values of each drafter, in the order of `meanings`."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        meanings: Mapping[str, str],
+        read: Callable[[], Mapping[str, Sequence[float]]],
+    ) -> None:
+        self._meanings, self._read = meanings, read
+        registry.register(self)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        up = GaugeMetricFamily("rootward_drafter_up", "1 while there is a stream.", labels=["drafter"])
-        state = GaugeMetricFamily(
-            "rootward_drafter_circuit_state", "0 closed, 1 half-open, 2 open.", labels=["drafter"]
-        )
-        now_s = time.monotonic()
-        for link in self._links():
-            up.add_metric([link.name], float(link.ack is not None))
-            state.add_metric([link.name], float(link.breaker.state(now_s)))
-        yield from (up, state)
+        values = self._read()
+        for number, (name, meaning) in enumerate(self._meanings.items()):
+            family = GaugeMetricFamily(f"rootward_{name}", meaning, labels=["drafter"])
+            for drafter, row in values.items():
+                family.add_metric([drafter], float(row[number]))
+            yield family

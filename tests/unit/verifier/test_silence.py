@@ -9,9 +9,8 @@ from support.fake_clock import FakeClock
 from unit.verifier.test_drafters import every_node, grown, hello, link, long_ago, opened, session, up
 
 from rootward.core.requests import DraftMode
-from verifier_service.circuit_breaker import MAX_MISSES, CircuitState
+from verifier_service.circuit_breaker import MAX_MISSES, CircuitState, StallClock
 from verifier_service.drafter_link import SILENT_S, Link
-from verifier_service.stall_clock import StallClock
 
 
 def test_the_circuit_of_a_silent_drafter_opens_and_is_probed_later() -> None:

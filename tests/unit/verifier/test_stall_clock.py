@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from support.fake_clock import FakeClock
 
-from verifier_service.stall_clock import MAX_READING_INTERVAL_S, READING_INTERVAL_S, StallClock
+from verifier_service.circuit_breaker import MAX_READING_INTERVAL_S, READING_INTERVAL_S, StallClock
 
 
 async def test_a_pause_counts_for_at_most_the_maximum_reading_interval() -> None:
