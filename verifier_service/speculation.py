@@ -21,7 +21,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 
-from verifier_service.step_time import SIZES, StepTime
+from verifier_service.step_time import SIZES, Mean, StepTime
 
 ENTER = 1.06  # goodput over that of plain decoding at which speculation begins: estimates err by a few percent
 LEAVE = 1.01  # and below which it ends
@@ -57,18 +57,6 @@ class RoundResult:
     path: tuple[int, ...] = ()
     wait: float | None = None
     found_nothing: bool = False
-
-
-@dataclass(slots=True)
-class Mean:
-    """The mean of `count` values, exponentially weighted once there are many."""
-
-    value: float = 0.0
-    count: int = 0
-
-    def add(self, value: float, least_weight: float = MEMORY) -> None:
-        self.count += 1
-        self.value += max(least_weight, 1.0 / self.count) * (value - self.value)
 
 
 class Statistics:
@@ -150,7 +138,7 @@ class Statistics:
         """A round of this session was committed."""
         trial = self.trial_left > 0 and self.trial_session == session
         if result.target_nodes or result.found_nothing:
-            self._share_with_tree.add(float(not result.found_nothing))
+            self._share_with_tree.add(float(not result.found_nothing), MEMORY)
         if not result.target_nodes:
             if trial:
                 self.trial_patience -= 1
@@ -159,11 +147,11 @@ class Statistics:
             return
         self.num_rounds += 1
         target, observed = result.target_nodes, result.observed_nodes
-        self._accepted[target].add(sum(number <= target for number in result.path))
+        self._accepted[target].add(sum(number <= target for number in result.path), MEMORY)
         path = set(result.path)
         self._acceptance += [Mean() for _ in range(observed - len(self._acceptance))]
         for number, mean in enumerate(self._acceptance[:observed], 1):
-            mean.add(number in path)
+            mean.add(number in path, MEMORY)
         if result.wait is not None:
             self._wait[target].add(result.wait, QUICK_MEMORY)
         if trial:

@@ -6,6 +6,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from rootward.ports import LanguageModel, Rows
 
@@ -23,6 +24,18 @@ SETTLED = 8  # steps after trees begin or end in which the speed changes because
 LARGEST_SURPRISE = 1.0  # of the logarithm of a step's seconds: one that was held up counts as e times too slow
 
 
+@dataclass(slots=True)
+class Mean:
+    """The mean of `count` values, exponentially weighted once there are many."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float, least_weight: float) -> None:
+        self.count += 1
+        self.value += max(least_weight, 1.0 / self.count) * (value - self.value)
+
+
 class StepTime:
     """Seconds of an engine step by its number of rows; never falling.
 
@@ -35,10 +48,9 @@ class StepTime:
 
     def __init__(self, measured: Mapping[int, float] | None = None) -> None:
         """measured: seconds by number of rows."""
-        self._log = {rows: math.log(max(seconds, 1e-9)) for rows, seconds in sorted((measured or {}).items())}
-        self._changes = dict.fromkeys(self._log, 0)
-        self._speed = {True: 0.0, False: 0.0}  # logarithm, of plain steps and of those with trees
-        self._num_steps = {True: 0, False: 0}
+        # Logarithms, by number of rows; what was measured counts for one step.
+        self._log = {rows: Mean(math.log(max(seconds, 1e-9)), 1) for rows, seconds in sorted((measured or {}).items())}
+        self._speed = {True: Mean(), False: Mean()}  # logarithms, of plain steps and of those with trees
         self._last = 0  # size of the step before
         self._last_plain, self._num_alike = False, 0  # whether that was plain, and how many like it came in a row
         self._rows: list[int] = []
@@ -52,11 +64,11 @@ class StepTime:
     @property
     def speed(self) -> float:
         """Time of a step with trees of this machine now, over that when its sizes were measured."""
-        return math.exp(self._speed[False])
+        return math.exp(self._speed[False].value)
 
     def seconds(self, rows: int, *, plain: bool = False) -> float:
         """Expected seconds of a step; 0 while nothing is known. Linear between known sizes, and beyond the largest one."""
-        at, speed = bisect_left(self._rows, rows), math.exp(self._speed[plain])
+        at, speed = bisect_left(self._rows, rows), math.exp(self._speed[plain].value)
         if not at or len(self._rows) == 1:
             return self._seconds[0] * speed if self._rows else 0.0
         at = min(at, len(self._rows) - 1)
@@ -66,24 +78,22 @@ class StepTime:
     def add(self, rows: int, seconds: float, *, plain: bool = False) -> None:
         """A step of so many rows took so long. `plain`: without a draft node."""
         size, value = _bucket(rows), math.log(max(seconds, 1e-9))
+        speed, other_speed = self._speed[plain], self._speed[not plain]
         is_new = size not in self._log
         if is_new:
-            self._log[size] = math.log(self.seconds(size, plain=plain)) - self._speed[plain] if self.known else value
-            self._log = dict(sorted(self._log.items()))
-            self._changes[size] = 0
-        surprise = value - self._log[size] - self._speed[plain]
-        surprise = min(LARGEST_SURPRISE, max(-LARGEST_SURPRISE, surprise))
+            expected = math.log(self.seconds(size, plain=plain)) - speed.value if self.known else value
+            self._log = dict(sorted({**self._log, size: Mean(expected, 1)}.items()))
+        known = self._log[size]
+        surprise = min(LARGEST_SURPRISE, max(-LARGEST_SURPRISE, value - known.value - speed.value))
         self._num_alike = self._num_alike + 1 if plain == self._last_plain else 1
-        self._num_steps[plain] += 1
         corrects_size = size != self._last and plain == self._last_plain and self._last > 0
         if corrects_size:
-            self._changes[size] += 1
-            self._log[size] += max(SIZE_MEMORY, 1.0 / (self._changes[size] + 1)) * surprise
+            known.add(known.value + surprise, SIZE_MEMORY)
             surprise *= 0.5
-        change = max(SPEED_MEMORY, 1.0 / self._num_steps[plain]) * surprise
-        self._speed[plain] += change
-        if self._num_alike > SETTLED or not self._num_steps[not plain]:
-            self._speed[not plain] += change
+        before = speed.value
+        speed.add(before + surprise, SPEED_MEMORY)
+        if self._num_alike > SETTLED or not other_speed.count:
+            other_speed.value += speed.value - before
         self._last, self._last_plain = size, plain
         if is_new or corrects_size:
             self._fit()
@@ -91,8 +101,8 @@ class StepTime:
     def _fit(self) -> None:
         """Isotonic regression: neighbours of which the larger one seems cheaper share their mean."""
         pools: list[tuple[float, int]] = []
-        for value in self._log.values():
-            pools.append((value, 1))
+        for known in self._log.values():
+            pools.append((known.value, 1))
             while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
                 (a, n), (b, m) = pools[-2:]
                 pools[-2:] = [((a * n + b * m) / (n + m), n + m)]
