@@ -17,7 +17,7 @@ from rootward.engine.threads import on_passing_thread
 from rootward.host import ask_for_huge_pages
 from rootward.redis_client import open_redis
 from rootward.wire.clients import RemoteDrafter
-from rootward.wire.process import Admin, admin_port, announce, service_main, until_stopped
+from rootward.wire.process import admin_port, announce, service_main, until_stopped
 from rootward.wire.server import RpcServer
 from verifier_service.audit import TIMEOUT_S
 from verifier_service.metrics import Metrics
@@ -46,30 +46,25 @@ def registry_entry(verifier: VerifierService, settings: VerifierSettings, addres
 
 async def serve(settings: VerifierSettings) -> None:
     ask_for_huge_pages()
-    async with admin_port(settings.admin_listen) as admin:
+    async with AsyncExitStack() as stack:
+        admin = await stack.enter_async_context(admin_port(settings.admin_listen))
         if settings.node_rank > 0:
             log.info("follows", machine=settings.node_rank, nnodes=settings.nnodes, master=settings.master_addr)
             await follow_target(settings, lambda: admin.serving(ready=lambda: True))
-        else:
-            await _serve(settings, admin)
-
-
-async def _serve(settings: VerifierSettings, admin: Admin) -> None:
-    async with AsyncExitStack() as stack:
+            return
         model, lost = await stack.enter_async_context(target_model(settings))
         head = await on_passing_thread(load_local_head, settings, model)
         step_time = await on_passing_thread(measure, model)
         log.info(
             "step_cost", **{f"ms_of_{n}_rows": round(1e3 * step_time.seconds(n), 2) for n in (1, 2, 4, 8, 16, 32, 64)}
         )
-        registry = None
+        registry = redis = None
         if settings.redis_url:
             registry = await stack.enter_async_context(open_registry(settings.redis_url, prefix=settings.redis_prefix))
+            redis = open_redis(settings.redis_url, timeout_s=TIMEOUT_S)
+            stack.push_async_callback(redis.aclose)
         opened_sources = open_sources(parse_sources(settings.drafters), "drafter", registry=registry)
         sources = await stack.enter_async_context(opened_sources)
-        redis = open_redis(settings.redis_url, timeout_s=TIMEOUT_S) if settings.redis_url else None
-        if redis is not None:
-            stack.push_async_callback(redis.aclose)
         info = model.info
         metrics = Metrics()
         service = VerifierService(

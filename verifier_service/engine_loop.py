@@ -20,13 +20,12 @@ from contextlib import suppress
 import structlog
 
 from rootward.core.requests import DraftMode, Rule
-from rootward.errors import ModelLost
-from rootward.ports import LanguageModel
+from rootward.errors import ModelLost, Unavailable
 from rootward.watchdog import Watchdog
 from verifier_service.audit import DrafterAudit
 from verifier_service.drafter_pool import DrafterPool
 from verifier_service.head_drafts import TextFeatures
-from verifier_service.kv_admission import Memory, Slots
+from verifier_service.kv_admission import Slots
 from verifier_service.local_drafts import LocalDrafts
 from verifier_service.metrics import Metrics, trace_round
 from verifier_service.rounds import Rounds
@@ -40,31 +39,31 @@ log = structlog.get_logger("verifier")
 
 
 class EngineLoop:
-    """live: sessions that run or wait, by request id. wake: set by every event that the next step may depend on."""
+    """live: sessions that run or wait, by request id. wake: set by every event that the next step may depend on. `thread`: of the model."""
 
     def __init__(
         self,
-        *,
-        model: LanguageModel,
         runner: Runner,
+        *,
         settings: VerifierSettings,
         pool: DrafterPool,
         live: dict[str, Session],
         metrics: Metrics,
         wake: asyncio.Event,
-        thread: ThreadPoolExecutor,
         audit: DrafterAudit,
         step_time: StepTime | None = None,
     ) -> None:
+        model = runner.model
         self.audit = audit
         self.runner, self.settings, self.pool, self.live, self.metrics = runner, settings, pool, live, metrics
-        self.slots = Slots(model, Memory(model, settings.num_draft_tokens))
+        self.slots = Slots(model, settings.num_draft_tokens)
         self.running = self.slots.running
         self.rounds = Rounds(settings, pool, self.running, step_time)
         local = settings if model.info.supports_trees else settings.model_copy(update={"local_draft": "none"})
         self.local = LocalDrafts(local, model.info.vocab_size, self.rounds.controller)
         self.watchdog = Watchdog()
-        self._wake, self._thread = wake, thread
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="target-model")
+        self._wake = wake
 
     async def run(self) -> None:
         """Step until cancelled. A model that is lost ends the loop."""
@@ -94,7 +93,7 @@ class EngineLoop:
             rounds = [self._launch(number, max_nodes) for number, max_nodes in plan.launches]
             with self.watchdog.step():
                 loop = asyncio.get_running_loop()
-                outcomes = await loop.run_in_executor(self._thread, self.runner.step, chunks, rounds)
+                outcomes = await loop.run_in_executor(self.thread, self.runner.step, chunks, rounds)
             self.apply(plan, chunks, rounds, outcomes, start_s=start_s)
         except ModelLost:
             raise
@@ -127,8 +126,8 @@ class EngineLoop:
                 session.end()
         for session in self.slots.release_done():
             self.pool.close(session, "ended")
-            session.statistics.forget_session(session.number)
-            self.local.gone(session)
+            for statistics in (session.statistics, *(local.statistics for local in session.local_drafts)):
+                statistics.forget_session(session.number)
             self.runner.forget(session.number)
         entered = self.slots.admit(self.abort)
         for session in entered:
@@ -154,7 +153,7 @@ class EngineLoop:
     def snapshot(self, session: Session, now_s: float) -> SessionView:
         """The session as the scheduler sees it."""
         draft, local = session.draft, session.local
-        room, blocks = self.slots.memory.held(session)
+        room, blocks = self.slots.held(session)
         due_s, late_s = self.rounds.due(session, now_s)
         return SessionView(
             session=session.number,
@@ -315,4 +314,6 @@ class EngineLoop:
     def abort(self, session: Session, error: Exception) -> None:
         """End a session after an internal error. Another verifier, or this one later, may continue from its committed tokens."""
         if not session.done:
-            session.hand_back(f"internal error in the engine: {type(error).__name__}")
+            session.end()
+            why = f"internal error in the engine: {type(error).__name__}"
+            session.out.put_nowait(Unavailable(why, retry_after_s=1.0))

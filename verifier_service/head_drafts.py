@@ -90,18 +90,12 @@ class HeadDrafts:
         """A tree for each, None where states of the end of the text are missing."""
         known = [one for one in wanted if self._has_states(one)]
         features = self._features(known)
-        before, self._read_much = (
-            self._read_much,
-            any(len(f) > w.nodes + 1 for w, f in zip(known, features, strict=True)),
-        )
-        self.catches_up = self._read_much and not before
+        read_much = any(len(rows) > one.nodes + 1 for one, rows in zip(known, features, strict=True))
+        self.catches_up, self._read_much = read_much and not self._read_much, read_much
         ready = [one.session for one, rows in zip(known, features, strict=True) if self._extend_text(one, rows)]
         self._grower.grow(ready)
-        trees = [self._grower.trees[one.session].tree if one.session in ready else None for one in wanted]
-        return [
-            None if tree is None or not len(tree) else tree.snapshot(one.nodes)
-            for one, tree in zip(wanted, trees, strict=True)
-        ]
+        trees = {number: self._grower.trees[number].tree for number in ready}
+        return [tree.snapshot(one.nodes) if (tree := trees.get(one.session)) else None for one in wanted]
 
     def forget(self, session: int) -> None:
         """The session has ended, or states of its text are missing."""

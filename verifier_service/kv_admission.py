@@ -1,9 +1,8 @@
 """Admission of requests, and the KV slots and blocks of sessions.
 
 Admission     checks requests, fences their epochs, bounds the queue
-Memory        KV blocks as numbers: held and wanted
 WaitingQueue  sessions without a slot: by priority, preempted ones first, then tenants in turn
-Slots         sessions with a slot; those that wait for one; preempted ones
+Slots         sessions with a slot; those that wait for one; preempted ones; the KV blocks that they hold and want
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from verifier_service.settings import VerifierSettings
 
 
 class Slots:
-    """`running`: sessions with a KV slot, by number; `waiting`: those without one."""
+    """`running`: sessions with a KV slot, by number; `waiting`: those without one. num_draft_tokens: nodes of the largest tree."""
 
-    def __init__(self, model: LanguageModel, memory: Memory) -> None:
-        self.model, self.memory = model, memory
+    def __init__(self, model: LanguageModel, num_draft_tokens: int) -> None:
+        self.model, self._num_draft_tokens = model, num_draft_tokens
         self.running: dict[int, Session] = {}
         self.num_preemptions = self.num_asked = self.num_cached = 0  # the latter in tokens, by the prefix cache
         self.waiting = WaitingQueue()
@@ -39,12 +38,12 @@ class Slots:
         """Values of the metrics with these names."""
         total, free = self.model.num_blocks, self.model.num_free_blocks
         return {
-            "num_requests_running": float(len(self.running)),
-            "num_requests_waiting": float(len(self.waiting)),
-            "num_preemptions_total": float(self.num_preemptions),
+            "num_requests_running": len(self.running),
+            "num_requests_waiting": len(self.waiting),
+            "num_preemptions_total": self.num_preemptions,
             "kv_cache_usage_ratio": 1.0 - free / total,
-            "prefix_cache_queries_total": float(self.num_asked),
-            "prefix_cache_hits_total": float(self.num_cached),
+            "prefix_cache_queries_total": self.num_asked,
+            "prefix_cache_hits_total": self.num_cached,
         }
 
     def admit(self, failed: Callable[[Session, Exception], None]) -> list[Session]:
@@ -54,11 +53,10 @@ class Slots:
         failed: called with a session that the model refused, and the error; other sessions go on.
         """
         entered = []
-        running = self.running.values()
         while (
             self.model.num_free_slots
-            and (session := self.waiting.head(running)) is not None
-            and self.memory.admits(session, running)
+            and (session := self.waiting.head(self.running.values())) is not None
+            and self.admits(session)
         ):
             self.waiting.pop(session)
             try:
@@ -101,24 +99,16 @@ class Slots:
         self.model.close(session.leave_slot())
         return session
 
-
-class Memory:
-    """The KV cache of the target as the scheduler counts it. num_draft_tokens: nodes of the largest tree, root excluded."""
-
-    def __init__(self, model: LanguageModel, num_draft_tokens: int) -> None:
-        self._model, self._num_draft_tokens = model, num_draft_tokens
-
     def held(self, session: Session) -> tuple[int, int]:
         """(rows it can write without taking a block, blocks it holds, shared ones included)."""
-        length = 0 if session.kv_slot is None else self._model.length(session.kv_slot)
-        return -length % self._model.block_size, self._blocks(length)
+        length = 0 if session.kv_slot is None else self.model.length(session.kv_slot)
+        return -length % self.model.block_size, self._blocks(length)
 
-    def admits(self, session: Session, running: Iterable[Session]) -> bool:
+    def admits(self, session: Session) -> bool:
         """Whether there are blocks for its text and one tree beside those that running sessions may still take. A single session is always
         admitted: the longest one fits (`ports.LanguageModel`)."""
-        others = list(running)
-        promised = sum(max(0, self._wanted(other) - self.held(other)[1]) for other in others)
-        return not others or self._wanted(session) <= self._model.num_free_blocks - promised
+        promised = sum(max(0, self._wanted(other) - self.held(other)[1]) for other in self.running.values())
+        return not self.running or self._wanted(session) <= self.model.num_free_blocks - promised
 
     def _wanted(self, session: Session) -> int:
         """Blocks of its text so far and of one round."""
@@ -127,7 +117,7 @@ class Memory:
         return self._blocks(len(session.tokens) + nodes)
 
     def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self._model.block_size)
+        return -(-tokens // self.model.block_size)
 
 
 MAX_EPOCHS_REMEMBERED = 65536

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from rootward.core.frames import Open
 from rootward.core.living_tree import LivingTree, Snapshot
 from rootward.core.lookup import (
+    WIDTH,
     Memories,
     Merged,
     Recipe,
@@ -25,12 +26,11 @@ from rootward.core.lookup import (
 )
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
 from verifier_service.head_drafts import Wanted
-from verifier_service.session import Draft, Session
-from verifier_service.settings import VerifierSettings
+from verifier_service.session import Session
+from verifier_service.settings import HEAD, VerifierSettings
 from verifier_service.speculation import RoundResult, SpeculationController, Statistics
 
 CHUNK = 256  # tokens of a text that are read before a round: a fraction of a millisecond
-HEAD = "head:"  # and the folder of a draft head, in the setting
 LOOKED_UP = "ngram+recycling"  # what a request may ask for where a head is the default
 BESIDE_HEAD = "ngram"  # looked up where a head drafts: costs nothing, and is better where a text repeats itself
 ASK_OTHER_EVERY = 16  # tokens
@@ -46,7 +46,6 @@ class LocalDraft:
     source      in which trees are looked up; None: a draft head grows them
     statistics  of rounds with such trees
     opening     of trees of a draft head; the tree is grown right before the forward that verifies it
-    required    it drafts in every round, whether or not that pays
     fed         tokens that the source has read
     length      of the text for which `cap` and `tree` were planned
     cap         most nodes of the tree
@@ -58,7 +57,6 @@ class LocalDraft:
     source: Source | None
     statistics: Statistics
     opening: Open | None = None
-    required: bool = False
     fed: int = 0
     length: int = -1
     cap: int = 0
@@ -67,14 +65,10 @@ class LocalDraft:
     launched: bool = False
 
     @property
-    def num_successors(self) -> int:
-        """Most likely next tokens that its source learns from every verified row: none without a table of successors."""
-        return max((table.memory.width for table in self.tables()), default=0)
-
-    def tables(self) -> list[Recycling]:
-        """Tables of successors that its source reads."""
+    def successors(self) -> Recycling | None:
+        """The source of it that learns the most likely next tokens of every verified row."""
         parts = self.source.sources if isinstance(self.source, Merged) else (self.source,)
-        return [part for part in parts if isinstance(part, Recycling)]
+        return next((part for part in parts if isinstance(part, Recycling)), None)
 
     @property
     def num_nodes(self) -> int:
@@ -97,7 +91,7 @@ class LocalDrafts:
 
     def __init__(self, settings: VerifierSettings, vocab_size: int, controller: SpeculationController) -> None:
         self._settings, self._shape, self._vocab_size = settings, settings.shape, vocab_size
-        self._has_head = settings.local_draft.startswith(HEAD)
+        self._has_head = settings.grows_head
         self._recipes = _recipes(settings.local_draft)
         self._memories = Memories()  # by salt: as with cached prefixes, who shares them
         self._controller = controller
@@ -120,20 +114,20 @@ class LocalDrafts:
         request, wish = session.request, session.request.speculation
         if wish.mode is SpeculationMode.DISABLED:
             return
-        bucket = round(10 * request.sampling.temperature), request.structure is not None
         drafts = []
         with_head = self._has_head and wish.drafter in ("", "head")
         recipe = self._recipes.get(wish.drafter or (BESIDE_HEAD if with_head else self._settings.local_draft))
         if recipe is not None and session.rule not in NOT_LOOKED_UP and not (with_head and session.required):
             mode = DraftMode.COUPLED if session.rule is Rule.MATCH else DraftMode.SAMPLED
-            kind = ("local", recipe.name, session.rule, *bucket)
+            statistics = self._controller.of(("local", recipe.name, session.rule, *session.text_kind))
             memory = self._memories.of(session.salt)
             source = recipe.source(mode, memory, request.prediction, len(request.prompt))
-            drafts.append(LocalDraft(recipe.name, source, self._controller.of(kind), required=session.required))
+            drafts.append(LocalDraft(recipe.name, source, statistics))
         if with_head:
             opening = replace(session.opening(self._shape), eos_ids=tuple(session.stop_ids))
-            statistics = self._controller.of(("head", session.rule, session.draft_mode, session.strategy, *bucket))
-            drafts.append(LocalDraft("head", None, statistics, opening, session.required))
+            kind = "head", session.rule, session.draft_mode, session.strategy, *session.text_kind
+            statistics = self._controller.of(kind)
+            drafts.append(LocalDraft("head", None, statistics, opening))
         session.local_drafts, session.local = tuple(drafts), drafts[0] if drafts else None
 
     def plan(self, session: Session, most: int, load: int) -> int:
@@ -148,12 +142,14 @@ class LocalDrafts:
             return 0
         if session.local.length == len(session.tokens):
             return session.local.num_nodes
+        # No drafter's tree, for reasons outside of it. Where the drafter knows the noise of bonus tokens, it stays alone.
+        alone = session.draft is None or not (session.draft.has_growth or session.shared)
         drafts = sorted(session.local_drafts, key=lambda one: -one.rank(load))
         for local in drafts if len(session.tokens) % ASK_OTHER_EVERY else reversed(drafts):
             session.local = local
             local.length, local.cap, local.tree = len(session.tokens), 0, None
-            if absent(session.draft):
-                local.cap = max(0, most) if local.required else local.statistics.begin_round(session.number, most)[0]
+            if alone:
+                local.cap = max(0, most) if session.required else local.statistics.begin_round(session.number, most)[0]
                 if local.cap and local.source:
                     begun_s = time.perf_counter()
                     local.tree = self._look_up(session, local.source, local)
@@ -186,22 +182,16 @@ class LocalDrafts:
         length, local = len(session.tokens), session.local
         if length % (LEARN_EVERY * load) and not (local is not None and local.launched):
             return 0
-        asked = [one for one in session.local_drafts if one.length == length]
-        return max((one.num_successors for one in asked), default=0)
+        learns = any(one.length == length and one.successors for one in session.local_drafts)
+        return WIDTH if learns else 0
 
     @staticmethod
     def learn_successors(session: Session, found: Iterable[tuple[int, tuple[int, ...]]]) -> None:
         """The target's most likely tokens after each verified node (Token Recycling fed with the target's own rows)."""
         for local in session.local_drafts:
-            for table in local.tables():
+            if (table := local.successors) is not None:
                 for token, likely in found:
                     table.replace(token, likely)
-
-    @staticmethod
-    def gone(session: Session) -> None:
-        """It has ended; another one goes on with its trial."""
-        for local in session.local_drafts:
-            local.statistics.forget_session(session.number)
 
     def _look_up(self, session: Session, source: Source, local: LocalDraft) -> Snapshot | None:
         tokens, limits = session.tokens, self._shape.within(session.request.speculation)
@@ -213,11 +203,6 @@ class LocalDrafts:
         tree.root.token = tokens[-1]
         found = extend_tree(tree, source, Shape(local.cap, limits.max_depth, limits.topk, LEAST_SCORE))
         return tree.snapshot(found) if found else None
-
-
-def absent(draft: Draft | None) -> bool:
-    """There is no drafter's tree, for reasons outside of it. Where the drafter knows the noise of bonus tokens, it stays alone."""
-    return draft is None or not (draft.has_growth or draft.shared)
 
 
 def learn(

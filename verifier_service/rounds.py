@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from verifier_service.draft_pace import launch_time
@@ -39,34 +39,28 @@ class Rounds:
 
     def count(self, max_rows: int) -> None:
         """Count the sessions that share the rows of a step: those whose round has begun or may begin. Called once a step."""
-        begun = [
-            s for s in self._running.values() if not s.done and (s.round.max_nodes is not None or not s.prefill_left)
-        ]
-        self.load = max(1, len(begun))
+        running = [session for session in self._running.values() if not session.done]
+        self.load = max(1, sum(one.round.max_nodes is not None or not one.prefill_left for one in running))
         self.nodes = share(max_rows, self.load)
 
     def plan(self) -> None:
         """Decide how many nodes the rounds that begin from now on wait for."""
-        drafted: Counter[Statistics] = Counter()
-        looked_up: Counter[Statistics] = Counter()
-        by_head: Counter[Statistics] = Counter()
+        by_source: defaultdict[str, Counter[Statistics]] = defaultdict(Counter)
         running = [session for session in self._running.values() if not session.done]
         for session in running:
-            if session.uses_drafters and self.pool.up and not session.required:
-                drafted[session.statistics] += 1
+            if session.required:
+                continue
+            if session.uses_drafters and self.pool.up:
+                by_source["drafter"][session.statistics] += 1
             for local in session.local_drafts:
-                if not local.required:
-                    (looked_up if local.source is not None else by_head)[local.statistics] += 1
-        for counts in (drafted, looked_up, by_head):
+                by_source["head" if local.source is None else "look-up"][local.statistics] += 1
+        for counts in by_source.values():
             self.controller.plan(counts, plain=len(running) - counts.total(), most=self.possible)
 
     def statistics(self, session: Session) -> Statistics:
         """Of sessions like this one."""
-        request = session.request
-        temperature = round(10 * request.sampling.temperature)
-        structured = request.structure is not None
-        drafts = session.uses_drafters, session.draft_mode, session.strategy, request.speculation.drafter
-        return self.controller.of((*drafts, temperature, structured))
+        drafts = session.uses_drafters, session.draft_mode, session.strategy, session.request.speculation.drafter
+        return self.controller.of((*drafts, *session.text_kind))
 
     def drafts(self, session: Session) -> bool:
         """Whether a tree should grow for it."""

@@ -125,7 +125,6 @@ class Outcome:
 
     tokens      the accepted draft tokens, then the bonus token
     num_nodes   nodes that were verified, root excluded
-    expected    closed-form block efficiency of the tree, free of coin noise; 0 under target matching
     path        numbers of the accepted nodes, in draw order from 1
     tree        that was verified
     logprobs    one per token, where they are wanted
@@ -136,7 +135,6 @@ class Outcome:
 
     tokens: tuple[int, ...]
     num_nodes: int
-    expected: float = 0.0
     path: tuple[int, ...] = ()
     tree: TokenTree = field(default_factory=root_only, compare=False)
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -241,7 +239,6 @@ class Runner:
             outcome = Outcome(
                 tokens=tokens,
                 num_nodes=len(tree) - 1,
-                expected=decision.expected,
                 path=tuple(np.flatnonzero(tree.ancestors[stop])[1:].tolist()),
                 tree=tree,
                 logprobs=_logprobs(r, start, stop, tokens, logits_TV),

@@ -6,7 +6,6 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,6 @@ from verifier_service.drafter_pool import Dial, DrafterPool
 from verifier_service.engine_loop import EngineLoop
 from verifier_service.head_drafts import HeadDrafts
 from verifier_service.kv_admission import Admission
-from verifier_service.local_drafts import HEAD
 from verifier_service.metrics import Metrics
 from verifier_service.runner import Runner
 from verifier_service.session import Session, check_drafter, choose_rule
@@ -60,8 +58,7 @@ class VerifierService:
         for the features that drafters want."""
         self.model, self.settings = model, settings
         self.worker, self.incarnation = f"verifier-{incarnation:016x}", incarnation
-        grows = head is not None and settings.local_draft.startswith(HEAD)
-        heads = HeadDrafts(head, incarnation=incarnation) if head is not None and grows else None
+        heads = HeadDrafts(head, incarnation=incarnation) if head is not None and settings.grows_head else None
         self.runner = runner or Runner(model, heads=heads, head=head)
         self.grammars = grammars or Grammars(lambda: Vocabulary(None, model.info.vocab_size, model.info.eos_ids))
         self.max_sessions = model.num_free_slots
@@ -88,16 +85,13 @@ class VerifierService:
             redis=redis,
             prefix=settings.redis_prefix,
         )
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="target-model")
         self.engine = EngineLoop(
-            model=model,
-            runner=self.runner,
+            self.runner,
             settings=settings,
             pool=self.pool,
             live=self._live,
             metrics=self.metrics,
             wake=self._wake,
-            thread=self._thread,
             audit=self.audit,
             step_time=step_time,
         )
@@ -120,7 +114,7 @@ class VerifierService:
         for session in self._live.copy().values():
             session.out.put_nowait(Unavailable("verifier is stopping", retry_after_s=1.0))
         await self.pool.__aexit__()
-        self._thread.shutdown()  # after the step that may be running
+        self.engine.thread.shutdown()  # after the step that may be running
 
     # -- the port -----------------------------------------------------------------------------------------------------
 

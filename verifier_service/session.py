@@ -37,7 +37,7 @@ from rootward.core.rng import Key, Role
 from rootward.core.tree import TokenTree
 from rootward.engine.grammar import TreeMatcher
 from rootward.engine.processors import History, Prefix
-from rootward.errors import DeadlineExceeded, InvalidRequest, NotFound, ServiceError, Unavailable
+from rootward.errors import DeadlineExceeded, InvalidRequest, NotFound, ServiceError
 from rootward.tracing import INVALID_SPAN, Span
 from verifier_service.draft_pace import DraftPace
 from verifier_service.settings import Shape
@@ -221,11 +221,6 @@ class Session:
         if not self.done:
             self.on(Event.FINISH)
 
-    def hand_back(self, why: str) -> None:
-        """End it, so that another verifier can continue from its committed tokens."""
-        self.finish(FinishReason.ABORTED)
-        self.out.put_nowait(Unavailable(why, retry_after_s=1.0))
-
     def late(self) -> DeadlineExceeded:
         """The error of a session whose deadline has passed."""
         phase = "queue" if self.kv_slot is None else "prefill" if self.prefill_left else "decode"
@@ -262,6 +257,11 @@ class Session:
     def required(self) -> bool:
         """Waits for trees whether or not waiting pays."""
         return self.request.speculation.mode is SpeculationMode.REQUIRED
+
+    @property
+    def text_kind(self) -> tuple[int, bool]:
+        """What tells its text from others whose drafts are accepted more or less often."""
+        return round(10 * self.request.sampling.temperature), self.request.structure is not None
 
     @property
     def drafts(self) -> bool:

@@ -14,7 +14,8 @@ from rootward.process_settings import WorkerSettings
 from rootward.settings import CommaSeparated
 
 MAX_NODES = 240  # of one session at a drafter, growth ahead included: it refuses more
-DEFAULT_AHEAD = 192
+MAX_AHEAD = 192  # of them for the rounds after the next, and the default
+HEAD = "head:"  # and the folder of a draft head, in `local_draft`
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class VerifierSettings(WorkerSettings):
     num_ahead_tokens: int | None = Field(
         None,
         ge=0,
-        le=192,
+        le=MAX_AHEAD,
         description="nodes that drafters grow for the rounds after the next while they would be idle, shared by the sessions of a "
         "drafter; 0: none (default: 192, and none for drafters at a loopback address, who compute on the target's own processors)",
     )
@@ -122,7 +123,7 @@ class VerifierSettings(WorkerSettings):
     @classmethod
     def _one_head(cls, value: str, info: ValidationInfo) -> str:
         local = info.data.get("local_draft", "")
-        if value and local.startswith("head:") and local != f"head:{value}":
+        if value and local.startswith(HEAD) and local != HEAD + value:
             raise ValueError(f"local_draft is {local}; give the same folder, or leave draft_head out")
         return value
 
@@ -149,10 +150,14 @@ class VerifierSettings(WorkerSettings):
         return value
 
     @property
+    def grows_head(self) -> bool:
+        """The draft head grows local trees."""
+        return self.local_draft.startswith(HEAD)
+
+    @property
     def head_folder(self) -> str:
         """Of the draft head that the verifier loads; "": none."""
-        local = self.local_draft.removeprefix("head:") if self.local_draft.startswith("head:") else ""
-        return self.draft_head or local
+        return self.draft_head or (self.local_draft.removeprefix(HEAD) if self.grows_head else "")
 
     @property
     def name(self) -> str:
@@ -168,7 +173,7 @@ class VerifierSettings(WorkerSettings):
             node_cap=self.num_draft_tokens,
             max_depth=self.max_depth,
             topk=self.topk,
-            ahead=min(DEFAULT_AHEAD, MAX_NODES - self.num_draft_tokens) if ahead is None else ahead,
+            ahead=min(MAX_AHEAD, MAX_NODES - self.num_draft_tokens) if ahead is None else ahead,
             ahead_on_loopback=ahead or 0,
         )
 

@@ -14,7 +14,6 @@ from rootward.engine.loading import load_model
 from rootward.engine.threads import on_passing_thread, use_threads
 from rootward.errors import ConfigurationError
 from rootward.ports import LanguageModel
-from verifier_service.local_drafts import HEAD
 from verifier_service.settings import VerifierSettings
 
 if TYPE_CHECKING:
@@ -51,8 +50,7 @@ def load_local_head(settings: VerifierSettings, model: Any) -> DraftHead | None:
         raise ConfigurationError(
             f"draft head: {folder!r} needs a Hugging Face target and tensor_parallel 1; leave local_draft and draft_head out"
         )
-    grows = settings.local_draft.startswith(HEAD)
-    slots = settings.max_num_seqs if grows else 1
+    slots = settings.max_num_seqs if settings.grows_head else 1
     return load_head_model(folder, model, max_slots=slots, max_depth=settings.max_depth)
 
 

@@ -46,7 +46,9 @@ def lost(one: Session, error: Exception) -> None:
 
 def places() -> tuple[Slots, CountedSlots]:
     slots = CountedSlots()
-    return Slots(slots, slots), slots  # type: ignore[arg-type]  # all that is asked of either
+    here = Slots(slots, 8)  # type: ignore[arg-type]  # all that is asked of it
+    here.admits = lambda session: slots.admits(session, here.running.values())  # type: ignore[method-assign]
+    return here, slots
 
 
 def test_slots_are_given_in_order_and_none_overtakes_one_that_does_not_fit() -> None:
