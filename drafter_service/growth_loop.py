@@ -104,13 +104,9 @@ class DrafterService:
         self._growth: asyncio.Future[None] | None = None
         self._beat_task: asyncio.Task[None] | None = None
 
-    @property
-    def info(self) -> ModelInfo:
-        return self.grower.info
-
     def describe(self) -> DrafterInfo:
         """The answer to GetInfo: model, handshake and load."""
-        return DrafterInfo(self.info, self._answer(None), self._load(None), rootward.__version__, time.time())
+        return DrafterInfo(self.grower.info, self._answer(None), self._load(None), rootward.__version__, time.time())
 
     async def __aenter__(self) -> DrafterService:
         loop = asyncio.get_running_loop()
@@ -193,7 +189,7 @@ class DrafterService:
         self._mailbox.put((stream, frame, time.monotonic()))
 
     def _answer(self, hello: Hello | None) -> HelloAck:
-        info, refusal = self.info, ""
+        info, refusal = self.grower.info, ""
         if hello is not None:
             info, refusal = self._agree(hello, info)
             if refusal:

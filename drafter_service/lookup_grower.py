@@ -36,7 +36,7 @@ Sources = Callable[[Open, Successors], Source]  # (message, memory of its group)
 class LookupTree:
     """The tree of one session. pending: committed tokens that its source has not read yet. at_rest: the last frame was sent."""
 
-    open: Open
+    slot: int
     tree: LivingTree
     source: Source
     shape: Shape
@@ -99,7 +99,7 @@ class LookupGrower(Generic[K]):
         shape = Shape(cap, depth, topk, LEAST_SCORE)
         shared = self._group(key), message.tenant, message.cache_salt
         source = self._sources(message, self._memories.of(shared))
-        self.trees[key] = LookupTree(message, tree, source, shape, list(message.prefix), time.monotonic())
+        self.trees[key] = LookupTree(message.slot, tree, source, shape, list(message.prefix), time.monotonic())
         return None
 
     def add_features(self, key: K, message: OpenFeatures) -> Reject:
@@ -150,7 +150,7 @@ class LookupGrower(Generic[K]):
         growing.at_rest = True
         records = [tree.nodes[node] for node in range(first, tree.next_id)]
         return Grow(
-            growing.open.slot,
+            growing.slot,
             tree.length,
             tree.hash,
             first,

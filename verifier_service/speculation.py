@@ -193,11 +193,6 @@ class Statistics:
         for mean in self._acceptance:
             mean.count = min(mean.count, TRIAL_MEMORY)
 
-    def activate(self) -> None:
-        self.active = True
-        self.trial_left = 0
-        self.trial_session = None
-
     def deactivate(self) -> None:
         self.active = False
         self.probe_nodes = 0
@@ -271,7 +266,7 @@ class SpeculationController:
         if one.active and one.speedup < LEAVE:
             one.deactivate()
         elif not one.active and one.speedup > ENTER:
-            one.activate()
+            one.active = True
         elif not one.active and not one.trial_left and one.pause_left <= 0:
             one.begin_trial()
         one.usual_nodes, one.usual_tokens = best, tokens[best]
