@@ -15,7 +15,7 @@ from dataclasses import replace
 import structlog
 
 from rootward.addresses import is_loopback
-from rootward.backoff import backoff_s, jittered
+from rootward.clock import backoff_s, jittered
 from rootward.core.frames import (
     Commit,
     Features,
