@@ -34,6 +34,7 @@ from rootward.core.requests import DraftMode, DraftStrategy
 NewWords = Callable[[int], Words]  # n new uniform words; none is used twice within a request
 
 UNLIMITED = 1 << 30
+MATCH_SCALE = 0.4  # of log p − log q, by which the children of coupled trees are scored (docs/algorithms/coupled.md)
 
 
 @dataclass(slots=True)
@@ -80,7 +81,7 @@ class Place:
         self.row = self.row.without([token])
         if token in self.order[self.rank :]:
             at = self.order.index(token, self.rank)
-            del self.order[at], self.chance[at : at + 1]
+            del self.order[at], self.chance[at]
         if self.order:
             self.order.insert(self.rank, token)
             self.chance.insert(self.rank, chance)
@@ -127,7 +128,6 @@ class BestFirst(Strategy):
     acceptance       of a first child, in (0, 1)
     later            of a later child, once all before it have failed, in (0, 1)
     root_family      GREEDY: probability that the round stops below each child of the root's family; as many children as numbers
-    match_scale      COUPLED: scale of log p − log q, by which children are scored (docs/algorithms/coupled.md)
     least_levels     levels that the nodes of a round should have: a small tree grows deep, not wide. The root counts as a node, so trees of
                      7 and of 8 nodes grow alike
     """
@@ -139,7 +139,6 @@ class BestFirst(Strategy):
     acceptance: float = 0.7
     later: float = 0.2
     root_family: tuple[float, ...] = (0.33, 0.27, 0.11)
-    match_scale: float = 0.4
     least_levels: int = 1
 
     restarts = False
@@ -148,13 +147,9 @@ class BestFirst(Strategy):
         for name, value in (("acceptance", self.acceptance), ("later", self.later)):
             if not 0 < value < 1:
                 raise ValueError(f"{name}: {value} is outside (0, 1)")
-        if not self.root_family or min(self.root_family) <= 0 or sum(self.root_family) > 1:
-            raise ValueError(f"root_family: {self.root_family}; give probabilities above 0 that sum to at most 1")
         for name in ("max_depth", "topk", "draws_per_level", "least_levels"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 1")
-        if not 0 < self.match_scale < math.inf:
-            raise ValueError(f"match_scale: {self.match_scale}; give the scale of log p − log q, above 0")
         if self.mode is DraftMode.IID:
             raise ValueError("mode: best-first growth keeps no copies; use the strategy iid:B1,B2,...")
 
@@ -296,13 +291,12 @@ def positive(name: str, numbers: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: {list(numbers)}; give at least one number, each at least 1")
 
 
-def coupled_order(place: Place, noise: Floats, match_scale: float) -> None:
-    """Order the atoms of a coupled place: the largest log q + noise first, ties to the smaller id. match_scale: 0 gives them no scores."""
+def coupled_order(place: Place, noise: Floats) -> None:
+    """Order the atoms of a coupled place: the largest log q + noise first, ties to the smaller id."""
     perturbed = np.log(place.row.law) + noise
     order = np.lexsort((place.row.ids, -perturbed))
     place.order = place.row.ids[order].tolist()
-    if match_scale:
-        place.chance = match_probabilities(perturbed, match_scale)[order].tolist()
+    place.chance = match_probabilities(perturbed, MATCH_SCALE)[order].tolist()
 
 
 def match_probabilities(perturbed: Floats, temperature: float) -> Floats:
@@ -311,8 +305,6 @@ def match_probabilities(perturbed: Floats, temperature: float) -> Floats:
     perturbed float[k]: log q + g of the atoms under the shared noise g. The target takes the largest of log p + g; if
     log p − log q is noise of scale T, its choice has the law softmax((log q + g) / T).
     """
-    if not temperature > 0.0:
-        raise ValueError(f"temperature: {temperature}; give the scale of log p − log q, above 0")
     scaled = np.asarray(perturbed, dtype=np.float64) / temperature
     weight = np.exp(scaled - scaled.max())
     law: Floats = weight / weight.sum()
