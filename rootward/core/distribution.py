@@ -46,9 +46,8 @@ class DraftDistribution:
         self._set(atoms[order], weights[order])
 
     def _set(self, ids: Ints, weight: NDArray[Any]) -> None:
-        for name, array in (("ids", ids), ("weight", weight)):
-            read_only(array)
-            object.__setattr__(self, name, array)
+        object.__setattr__(self, "ids", read_only(ids))
+        object.__setattr__(self, "weight", read_only(weight))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -72,9 +71,8 @@ class DraftDistribution:
         if len(self) == 0:
             raise ValueError("row: empty; nothing is left to draw")
         cumulative = np.cumsum(self.weight)
-        return int(
-            self.ids[np.searchsorted(cumulative, below(int(cumulative[-1]), _integers(words), bits), side="right")]
-        )
+        number = below(int(cumulative[-1]), _integers(words), bits)
+        return int(self.ids[np.searchsorted(cumulative, number, side="right")])
 
     @property
     def law(self) -> Floats:
@@ -96,7 +94,7 @@ class DraftDistribution:
 
     def after(self, num_atoms: int) -> DraftDistribution:
         """The distribution without its `num_atoms` most likely atoms."""
-        return self._of(self.ids[num_atoms:].copy(), self.weight[num_atoms:].copy())
+        return self._of(self.ids[num_atoms:], self.weight[num_atoms:])
 
     @classmethod
     def _of(cls, ids: Ints, weight: NDArray[Any]) -> DraftDistribution:

@@ -320,7 +320,13 @@ class VerifierRequest:
         for name in ("logprobs", "prompt_logprobs"):
             k = getattr(self, name)
             _require(k is None or 0 <= k <= MAX_LOGPROBS, name, k, f"is outside [0, {MAX_LOGPROBS}]")
-        clash = next((n for n, given in self._beside_structure() if given), "")
+        excluded = {  # they could leave no allowed token, with a complete or an incomplete structure
+            "ignore_eos": self.stopping.ignore_eos,
+            "min_tokens": self.stopping.min_tokens > 0,
+            "allowed_token_ids": self.sampling.allowed_token_ids,
+            "bad_words": self.sampling.bad_sequences,
+        }
+        clash = next((name for name, given in excluded.items() if given), "")
         fix = f"cannot be combined with {clash}, because the output ends where its form is complete; send one of them"
         form = self.structure.form.value if self.structure is not None else ""
         _require(not (form and clash), "structured_output", form, fix)
@@ -352,15 +358,6 @@ class VerifierRequest:
         ends_only = allowed <= stops if allowed else len(stops) >= vocab_size
         fix = "leaves no token, for all allowed ones end the text"
         _require(not (stopping.min_tokens and ends_only), "min_tokens", stopping.min_tokens, fix)
-
-    def _beside_structure(self) -> tuple[tuple[str, bool], ...]:
-        """Parameters that could leave no allowed token, with a complete or an incomplete structure."""
-        return (
-            ("ignore_eos", self.stopping.ignore_eos),
-            ("min_tokens", self.stopping.min_tokens > 0),
-            ("allowed_token_ids", bool(self.sampling.allowed_token_ids)),
-            ("bad_words", bool(self.sampling.bad_sequences)),
-        )
 
 
 @dataclass(frozen=True, slots=True)
