@@ -59,16 +59,9 @@ class Key:
         digest = blake2b(packed, digest_size=8, person=b"rootward" + role.name.encode()).digest()
         return int.from_bytes(digest, "little")
 
-    def bonus(self) -> BonusKey:
-        """The key of the bonus noise alone, for a drafter that predicts bonus tokens."""
-        return BonusKey(self.derive(Role.BONUS))
-
-
-@dataclass(frozen=True, slots=True)
-class BonusKey:
-    """The derived key of the bonus noise alone."""
-
-    value: int
+    def bonus(self) -> int:
+        """The derived key of the bonus noise alone, for a drafter that predicts bonus tokens."""
+        return self.derive(Role.BONUS)
 
 
 def coins(key: Key, epoch: int, position: int, node_ids: ArrayLike) -> Floats:
@@ -86,9 +79,9 @@ def coins_batch(rounds: Sequence[tuple[Key, int, int, ArrayLike]]) -> Floats:
     return (first >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def bonus_gumbel(key: Key | BonusKey, epoch: int, position: int, tokens: int | ArrayLike) -> Floats:
-    """Gumbel noise of the bonus token emitted at a position; `tokens` is V (for 0..V-1) or the ids asked for."""
-    derived = key.value if isinstance(key, BonusKey) else key.derive(Role.BONUS)
+def bonus_gumbel(key: Key | int, epoch: int, position: int, tokens: int | ArrayLike) -> Floats:
+    """Gumbel noise of the bonus token emitted at a position; `tokens` is V (for 0..V-1) or the ids asked for. key: or `Key.bonus`."""
+    derived = key if isinstance(key, int) else key.bonus()
     return _gumbel(_per_token(derived, Role.BONUS, tokens, _counter(position), _counter(epoch)))
 
 

@@ -194,20 +194,19 @@ class Growth:
 
     def _children(self, place: Place, score: float, new_words: NewWords) -> list[int]:
         node, mode = place.node, self.strategy.mode
-        if not place.rank and (size := self.strategy.family(place.depth, self.node_cap - self.beyond)):
-            return self._family(place, min(size, self.room), new_words)
+        if not place.rank and (scores := self.strategy.family(place, self.node_cap - self.beyond)):
+            return self._family(place, scores[: self.room], new_words)
         token = place.draw(mode, new_words(2)) if mode.ratio else place.order[place.rank]
         place.rank += 1
         child = self._attach(node, token, sampled=mode.ratio, score=score)
         self._push(place, new_words)
         return [child]
 
-    def _family(self, place: Place, size: int, new_words: NewWords) -> list[int]:
+    def _family(self, place: Place, scores: list[float], new_words: NewWords) -> list[int]:
         """Draw a whole GREEDY family: the sampled child first, then the chosen ones (algorithms.md 5.7)."""
-        made = greedy_family(place.row, size, new_words(2))
+        made = greedy_family(place.row, len(scores), new_words(2))
         del self._places[place.node]
         self.tree.at(place.node).row = (made.row.ids, made.row.weight) if len(made.row) else None
-        scores = self.strategy.family_scores(place.score, place.depth)
         children = zip(made.token.tolist(), made.sampled.tolist(), scores, strict=False)
         return [self._attach(place.node, token, sampled=flag, score=score) for token, flag, score in children]
 

@@ -6,7 +6,7 @@ the best score gets the next child. A strategy defines
     mode          how a child is made: drawn without replacement, drawn with replacement, chosen, or by shared noise
     max_depth     longest path below the root
     children(d)   most children of a node at depth d (the root has depth 0)
-    family(d, n)  children that are made together, as one event (GREEDY); 0: one at a time
+    family(p, n)  scores of the children of a place that are made together, as one event (GREEDY); []: one at a time
     score(place)  of the place's next child, before it is drawn
     draws(n)      most children made after each draft forward, in a tree of n nodes
 
@@ -103,18 +103,14 @@ class Strategy:
     def children(self, depth: int) -> int:
         raise NotImplementedError
 
-    def family(self, depth: int, num_nodes: int) -> int:
-        return 0
+    def family(self, place: Place, num_nodes: int) -> list[float]:
+        return []
 
     def draws(self, num_nodes: int) -> int:
         return UNLIMITED
 
     def score(self, place: Place, new_words: NewWords) -> float:
         raise NotImplementedError
-
-    def family_scores(self, parent_score: float, depth: int) -> list[float]:
-        """Of the children of a GREEDY family, in order of trial."""
-        return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +152,12 @@ class BestFirst(Strategy):
     def children(self, depth: int) -> int:
         return self.topk
 
-    def family(self, depth: int, num_nodes: int) -> int:
+    def family(self, place: Place, num_nodes: int) -> list[float]:
         """At most as many children as a level draws: further ones would not be extended in the same level."""
-        whole = self.mode is DraftMode.GREEDY and depth == 0
-        return min(len(self.root_family), self.draws(num_nodes), self.topk) if whole else 0
+        if self.mode is not DraftMode.GREEDY or place.depth:
+            return []
+        most = min(self.draws(num_nodes), self.topk)
+        return [place.score + math.log(mass) for mass in self.root_family[:most]]
 
     def draws(self, num_nodes: int) -> int:
         return min(self.draws_per_level, max(1, (num_nodes + 1) // self.least_levels))
@@ -173,9 +171,6 @@ class BestFirst(Strategy):
             return place.score + math.log(self.acceptance)
         failed = math.log1p(-self.acceptance) + (rank - 1) * math.log1p(-self.later)
         return place.score + failed + math.log(self.later)
-
-    def family_scores(self, parent_score: float, depth: int) -> list[float]:
-        return [parent_score + math.log(mass) for mass in self.root_family]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,15 +191,13 @@ class FixedShape(Strategy):
     def children(self, depth: int) -> int:
         return self.branching[depth] if depth < len(self.branching) else 0
 
-    def family(self, depth: int, num_nodes: int) -> int:
-        return self.children(depth) if self.mode is DraftMode.GREEDY else 0
+    def family(self, place: Place, num_nodes: int) -> list[float]:
+        whole = self.mode is DraftMode.GREEDY
+        return [-float(place.depth + 1)] * self.children(place.depth) if whole else []
 
     def score(self, place: Place, new_words: NewWords) -> float:
         """Shallow places first; of one depth the node that was drawn first."""
         return -float(place.depth + 1)
-
-    def family_scores(self, parent_score: float, depth: int) -> list[float]:
-        return [-float(depth + 1)] * self.children(depth)
 
 
 @dataclass(frozen=True, slots=True)
