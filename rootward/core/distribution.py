@@ -10,7 +10,7 @@ Legend: B rows, K atoms, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -71,7 +71,7 @@ class DraftDistribution:
         if len(self) == 0:
             raise ValueError("row: empty; nothing is left to draw")
         cumulative = np.cumsum(self.weight)
-        number = below(int(cumulative[-1]), _integers(words), bits)
+        number = below(int(cumulative[-1]), words, bits)
         return int(self.ids[np.searchsorted(cumulative, number, side="right")])
 
     @property
@@ -119,13 +119,9 @@ class DenseDistribution(DraftDistribution):
     def draw(self, words: Iterable[int], bits: int = 64) -> int:
         """One token by inverse distribution function from the high 53 bits of a word."""
         cumulative = np.cumsum(self.weight)
-        uniform = (next(_integers(words)) >> 11) * 2.0**-53
+        uniform = (int(next(iter(words))) >> 11) * 2.0**-53
         place = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
         return int(self.ids[min(place, len(self) - 1)])
-
-
-def _integers(words: Iterable[int]) -> Iterator[int]:
-    return iter(words.tolist() if isinstance(words, np.ndarray) else words)
 
 
 class GreedyFamily(NamedTuple):
@@ -146,11 +142,7 @@ def top(law: Floats, k: int) -> Ints:
     """The k ids of largest mass in decreasing order, ties to the smaller id; ids without mass are left out."""
     if k < 1:
         raise ValueError(f"k: {k}; keep at least one atom")
-    if k < len(law):  # all not below the k-th largest, so that ties are broken by id
-        candidates = np.flatnonzero(law >= np.partition(law, len(law) - k)[len(law) - k])
-    else:
-        candidates = np.arange(len(law))
-    order = candidates[np.argsort(-law[candidates], kind="stable")][:k]
+    order = np.argsort(-law, kind="stable")[:k]
     return order[law[order] > 0.0].astype(np.int64)
 
 
@@ -161,12 +153,12 @@ def integer_weights(probs: NDArray[np.floating]) -> Ints:
     return np.where(probs > 0.0, np.clip(np.rint(share * LARGEST), 1, LARGEST), 0).astype(np.int64)
 
 
-def below(bound: int, words: Iterator[int], bits: int = 64) -> int:
+def below(bound: int, words: Iterable[int], bits: int = 64) -> int:
     """An unbiased integer in [0, bound) from uniform words of so many bits: multiply, take the high part, and reject
     the 2^bits mod bound products that would make some values likelier."""
     rejected = (1 << bits) % bound
     for word in words:
-        product = word * bound
+        product = int(word) * bound
         if product & ((1 << bits) - 1) >= rejected:
             return product >> bits
     raise ValueError("words: used up by rejections; give a few more than there are draws")

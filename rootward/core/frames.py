@@ -140,7 +140,7 @@ class Open:
     topk: int  # most children per node
     eos_ids: tuple[int, ...] = ()  # never draft below these
     ahead_cap: int = 0  # most nodes alive in guesses and below them; 0: no guesses
-    bonus_key: int | None = None  # of the bonus noise alone (`rng.BonusKey`); None: guesses are the likeliest tokens
+    bonus_key: int | None = None  # of the bonus noise alone (`rng.Key.bonus`); None: guesses are the likeliest tokens
     prediction: tuple[int, ...] = ()  # the output that the client expects, from its beginning
     num_prompt: int = 0  # tokens of prefix before the output; read with a prediction
     traceparent: str = ""  # W3C trace context of the session; "": none

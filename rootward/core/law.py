@@ -81,9 +81,15 @@ def stop_node(law: VerificationLaw, coins: ArrayLike) -> int:
     if u.shape != (len(law.tree),):
         raise ValueError(f"coins: shape {u.shape}; give ({len(law.tree)},), one per node")
     if law.algorithm in ("traversal", "block"):
-        return _first_in_post_order(law, u)
+        order = law.tree.post_order
+        success = u[order] < law.budget[order]
+        success[-1] = True
+        return int(order[np.argmax(success)])
     if law.algorithm == "token":
-        return _by_descent(law, u)
+        node = 0
+        while (child := next((c for c in law.tree.children[node] if u[c] < law.entry[c]), None)) is not None:
+            node = child
+        return node
     raise ValueError(f"algorithm: {law.algorithm!r} has no verdict from one coin per node; use VerificationLaw.draw")
 
 
@@ -94,17 +100,3 @@ def bonus_token(row: ArrayLike, gumbel: ArrayLike) -> int:
         raise ValueError(f"row: largest mass {mass.max()}; give the residual distribution of the stop node")
     with np.errstate(divide="ignore"):
         return int(np.argmax(np.log(mass) + np.asarray(gumbel, dtype=np.float64)))
-
-
-def _first_in_post_order(law: VerificationLaw, u: Floats) -> int:
-    order = law.tree.post_order
-    success = u[order] < law.budget[order]
-    success[-1] = True
-    return int(order[np.argmax(success)])
-
-
-def _by_descent(law: VerificationLaw, u: Floats) -> int:
-    node = 0
-    while (child := next((c for c in law.tree.children[node] if u[c] < law.entry[c]), None)) is not None:
-        node = child
-    return node
