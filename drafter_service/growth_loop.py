@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry
 import rootward
 from drafter_service.metrics import GAUGES, Spans
 from drafter_service.stream import Stream
+from rootward.clock import Watchdog
 from rootward.core.frames import (
     PROTOCOL,
     Commit,
@@ -42,7 +43,6 @@ from rootward.core.requests import BEST_FIRST, DraftStrategy
 from rootward.demand import DemandCollector
 from rootward.metrics import Gauges
 from rootward.ports import DEFAULT_POOL, DrafterInfo, ModelInfo
-from rootward.watchdog import Watchdog
 
 if TYPE_CHECKING:  # a drafter without a model loads no torch
     from drafter_service.lookup_grower import LookupGrower

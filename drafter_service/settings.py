@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from rootward.core.requests import STRATEGIES, DraftStrategy
 from rootward.ports import DEFAULT_POOL
-from rootward.process_settings import WorkerSettings
+from rootward.settings import WorkerSettings
 
 
 class DrafterSettings(WorkerSettings):

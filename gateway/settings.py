@@ -13,8 +13,7 @@ from gateway.stored_responses import LIFETIME_S, MAX_BYTES, MAX_RESPONSES
 from gateway.tools import CallFormat
 from rootward.addresses import is_loopback
 from rootward.discovery.sources import Source, SourceList, parse_sources
-from rootward.process_settings import ProcessSettings
-from rootward.settings import ServiceSettings
+from rootward.settings import ProcessSettings, ServiceSettings
 from rootward.wire.channel import MAX_REQUEST_BYTES
 from rootward.wire.tls import Certificates, ServerTls
 

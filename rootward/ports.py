@@ -103,7 +103,7 @@ class LanguageModel(DraftModel, Protocol):
     """A target: its KV memory can be planned and its hidden states read.
 
     KV memory is given out in blocks of `block_size` tokens as slots need it, and all slots together may ask for more than there is. A
-    scheduler adds up `blocks_needed` over the sessions of a step and compares with `num_free_blocks`; if that is too little it closes a
+    scheduler adds up what the sessions of a step take and compares with `num_free_blocks`; if that is too little it closes a
     slot and, later, opens one with the same tokens and forwards again what `length` says is not held. One session at its longest always
     fits into an otherwise empty model. Conservation laws (`check_idle`): free + committed + uncommitted cells of a slot, free + idle +
     held blocks.
@@ -123,10 +123,6 @@ class LanguageModel(DraftModel, Protocol):
     @property
     def evicted_age_s(self) -> float:
         """Committed text that was in use within so many seconds can still be found by `open`; inf: all of it."""
-
-    def blocks_needed(self, slot: int, num_rows: int) -> int:
-        """Blocks that forwarding so many new nodes of this slot takes at most; exact for chains. A slot that has just been
-        opened and a prompt of n tokens: ⌈n / block_size⌉ − length / block_size."""
 
     def expose(self, states: Sequence[int]) -> None:
         """Which hidden states forwards leave in `states`: i is the input of layer i; the number of layers stands for the last one's

@@ -15,7 +15,7 @@ from dataclasses import replace
 import structlog
 
 from rootward.addresses import is_loopback
-from rootward.backoff import backoff_s, jittered
+from rootward.clock import backoff_s, jittered
 from rootward.core.frames import (
     Commit,
     Features,
@@ -179,7 +179,7 @@ class Link:
             num_atoms=min(opening.num_atoms, self.ack.max_atoms),
             eos_ids=() if request.stopping.ignore_eos else tuple(session.eos_ids),
             ahead_cap=ahead,
-            bonus_key=session.key.bonus().value if session.draft_mode.ratio and ahead > 0 else None,
+            bonus_key=session.key.bonus() if session.draft_mode.ratio and ahead > 0 else None,
             prediction=request.prediction,
             tenant=number_of(session.tenant) if session.tenant else 0,
             cache_salt=number_of(request.cache_salt) if request.cache_salt else 0,

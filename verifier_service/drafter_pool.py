@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager
 
 import structlog
 
-from rootward.backoff import jittered
+from rootward.clock import jittered
 from rootward.core.frames import Hello
 from rootward.core.requests import BEST_FIRST, DraftMode, DraftStrategy
 from rootward.demand import VerifierDemand

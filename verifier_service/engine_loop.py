@@ -19,9 +19,9 @@ from contextlib import suppress
 
 import structlog
 
+from rootward.clock import Watchdog
 from rootward.core.requests import DraftMode, Rule
 from rootward.errors import ModelLost, Unavailable
-from rootward.watchdog import Watchdog
 from verifier_service.audit import DrafterAudit
 from verifier_service.drafter_pool import DrafterPool
 from verifier_service.head_drafts import TextFeatures

@@ -10,8 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from rootward.core.requests import DraftMode, Speculation
 from rootward.discovery.sources import SourceList
-from rootward.process_settings import WorkerSettings
-from rootward.settings import CommaSeparated
+from rootward.settings import CommaSeparated, WorkerSettings
 
 MAX_NODES = 240  # of one session at a drafter, growth ahead included: it refuses more
 MAX_AHEAD = 192  # of them for the rounds after the next, and the default

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import grpc
 
-from rootward.backoff import backoff_s
 from rootward.client.types import KeepAlive
+from rootward.clock import backoff_s
 from rootward.errors import (
     APIConnectionError,
     APIError,

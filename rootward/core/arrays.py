@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -11,6 +11,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Words = NDArray[np.uint64]
+A = TypeVar("A", bound=NDArray[Any])
 
 
 def integers(name: str, value: ArrayLike) -> Ints:
@@ -21,6 +22,7 @@ def integers(name: str, value: ArrayLike) -> Ints:
     return array.astype(np.int64)
 
 
-def read_only(array: NDArray[Any]) -> None:
-    """Make an array read-only."""
+def read_only(array: A) -> A:
+    """The same array, which can no longer be written to."""
     array.flags.writeable = False
+    return array

@@ -10,7 +10,7 @@ Legend: B rows, K atoms, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,9 +46,8 @@ class DraftDistribution:
         self._set(atoms[order], weights[order])
 
     def _set(self, ids: Ints, weight: NDArray[Any]) -> None:
-        for name, array in (("ids", ids), ("weight", weight)):
-            read_only(array)
-            object.__setattr__(self, name, array)
+        object.__setattr__(self, "ids", read_only(ids))
+        object.__setattr__(self, "weight", read_only(weight))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -72,9 +71,8 @@ class DraftDistribution:
         if len(self) == 0:
             raise ValueError("row: empty; nothing is left to draw")
         cumulative = np.cumsum(self.weight)
-        return int(
-            self.ids[np.searchsorted(cumulative, below(int(cumulative[-1]), _integers(words), bits), side="right")]
-        )
+        number = below(int(cumulative[-1]), words, bits)
+        return int(self.ids[np.searchsorted(cumulative, number, side="right")])
 
     @property
     def law(self) -> Floats:
@@ -96,7 +94,7 @@ class DraftDistribution:
 
     def after(self, num_atoms: int) -> DraftDistribution:
         """The distribution without its `num_atoms` most likely atoms."""
-        return self._of(self.ids[num_atoms:].copy(), self.weight[num_atoms:].copy())
+        return self._of(self.ids[num_atoms:], self.weight[num_atoms:])
 
     @classmethod
     def _of(cls, ids: Ints, weight: NDArray[Any]) -> DraftDistribution:
@@ -121,13 +119,9 @@ class DenseDistribution(DraftDistribution):
     def draw(self, words: Iterable[int], bits: int = 64) -> int:
         """One token by inverse distribution function from the high 53 bits of a word."""
         cumulative = np.cumsum(self.weight)
-        uniform = (next(_integers(words)) >> 11) * 2.0**-53
+        uniform = (int(next(iter(words))) >> 11) * 2.0**-53
         place = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
         return int(self.ids[min(place, len(self) - 1)])
-
-
-def _integers(words: Iterable[int]) -> Iterator[int]:
-    return iter(words.tolist() if isinstance(words, np.ndarray) else words)
 
 
 class GreedyFamily(NamedTuple):
@@ -148,11 +142,7 @@ def top(law: Floats, k: int) -> Ints:
     """The k ids of largest mass in decreasing order, ties to the smaller id; ids without mass are left out."""
     if k < 1:
         raise ValueError(f"k: {k}; keep at least one atom")
-    if k < len(law):  # all not below the k-th largest, so that ties are broken by id
-        candidates = np.flatnonzero(law >= np.partition(law, len(law) - k)[len(law) - k])
-    else:
-        candidates = np.arange(len(law))
-    order = candidates[np.argsort(-law[candidates], kind="stable")][:k]
+    order = np.argsort(-law, kind="stable")[:k]
     return order[law[order] > 0.0].astype(np.int64)
 
 
@@ -163,12 +153,12 @@ def integer_weights(probs: NDArray[np.floating]) -> Ints:
     return np.where(probs > 0.0, np.clip(np.rint(share * LARGEST), 1, LARGEST), 0).astype(np.int64)
 
 
-def below(bound: int, words: Iterator[int], bits: int = 64) -> int:
+def below(bound: int, words: Iterable[int], bits: int = 64) -> int:
     """An unbiased integer in [0, bound) from uniform words of so many bits: multiply, take the high part, and reject
     the 2^bits mod bound products that would make some values likelier."""
     rejected = (1 << bits) % bound
     for word in words:
-        product = word * bound
+        product = int(word) * bound
         if product & ((1 << bits) - 1) >= rejected:
             return product >> bits
     raise ValueError("words: used up by rejections; give a few more than there are draws")

@@ -140,7 +140,7 @@ class Open:
     topk: int  # most children per node
     eos_ids: tuple[int, ...] = ()  # never draft below these
     ahead_cap: int = 0  # most nodes alive in guesses and below them; 0: no guesses
-    bonus_key: int | None = None  # of the bonus noise alone (`rng.BonusKey`); None: guesses are the likeliest tokens
+    bonus_key: int | None = None  # of the bonus noise alone (`rng.Key.bonus`); None: guesses are the likeliest tokens
     prediction: tuple[int, ...] = ()  # the output that the client expects, from its beginning
     num_prompt: int = 0  # tokens of prefix before the output; read with a prediction
     traceparent: str = ""  # W3C trace context of the session; "": none
@@ -240,15 +240,12 @@ class Grow:
         if not isinstance(other, Grow):
             return NotImplemented
         scalars = ("slot", "base_len", "base_hash", "first_node", "at_rest", "draft_us", "queue_us")
-        same_rows = self.rows.keys() == other.rows.keys() and all(
-            np.array_equal(a, b) for n in self.rows for a, b in zip(self.rows[n], other.rows[n], strict=True)
-        )
+        columns = ("parent", "token", "sampled", "guesses")
         return (
-            same_rows
-            and all(getattr(self, s) == getattr(other, s) for s in scalars)
-            and all(
-                np.array_equal(getattr(self, a), getattr(other, a)) for a in ("parent", "token", "sampled", "guesses")
-            )
+            all(getattr(self, name) == getattr(other, name) for name in scalars)
+            and all(np.array_equal(getattr(self, name), getattr(other, name)) for name in columns)
+            and self.rows.keys() == other.rows.keys()
+            and all(np.array_equal(self.rows[node], other.rows[node]) for node in self.rows)
         )
 
 

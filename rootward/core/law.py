@@ -1,4 +1,12 @@
-"""The law of one round, given the tree: where it stops, and what the bonus token is drawn from there.
+"""The law of one round, given the tree (where it stops, and what the bonus token is drawn from there), and the verdict drawn from it.
+
+Each node v has one uniform random number U_v ("coin"), keyed by the node, so that the same tree gets the same verdict:
+
+    traversal, block   the stop node is the first node in post-order with U_v < w(v) (`law.budget`), otherwise the root
+    token              from the root, descend into the first child c with U_c < a(c) (`law.entry`); stop where there is none
+
+The bonus token is argmax over y of log r(y) + g(y) with Gumbel noise g: a sample of the residual distribution r of
+the stop node.
 
 Legend: N nodes, V vocabulary.
 """
@@ -9,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rootward.core.arrays import Floats, read_only
 from rootward.core.tree import TokenTree
@@ -64,3 +73,30 @@ def inverse(law: Floats, u: float) -> int:
     total = float(cumulative[-1])
     index = int(np.searchsorted(cumulative, u * total, side="right"))
     return index if index < len(law) else int(np.searchsorted(cumulative, total, side="left"))
+
+
+def stop_node(law: VerificationLaw, coins: ArrayLike) -> int:
+    """The stop node. coins: float64[N] in [0, 1), one per node of the tree; that of the root is not used."""
+    u = np.asarray(coins, dtype=np.float64)
+    if u.shape != (len(law.tree),):
+        raise ValueError(f"coins: shape {u.shape}; give ({len(law.tree)},), one per node")
+    if law.algorithm in ("traversal", "block"):
+        order = law.tree.post_order
+        success = u[order] < law.budget[order]
+        success[-1] = True
+        return int(order[np.argmax(success)])
+    if law.algorithm == "token":
+        node = 0
+        while (child := next((c for c in law.tree.children[node] if u[c] < law.entry[c]), None)) is not None:
+            node = child
+        return node
+    raise ValueError(f"algorithm: {law.algorithm!r} has no verdict from one coin per node; use VerificationLaw.draw")
+
+
+def bonus_token(row: ArrayLike, gumbel: ArrayLike) -> int:
+    """A sample of the distribution `row` (float64[V]) by Gumbel noise float64[V]; the smallest token among equals, never one of mass 0."""
+    mass = np.asarray(row, dtype=np.float64)
+    if not mass.max() > 0.0:
+        raise ValueError(f"row: largest mass {mass.max()}; give the residual distribution of the stop node")
+    with np.errstate(divide="ignore"):
+        return int(np.argmax(np.log(mass) + np.asarray(gumbel, dtype=np.float64)))

@@ -275,17 +275,15 @@ class LivingTree:
             if parent in rows:  # a row travels with its first child
                 self._set_row(parent, frame.base_len, *rows.pop(parent))
             self.next_id = node + 1
-            place = self._place(parent, frame.base_len)
-            live = place == self.length or (place is None and parent in self.nodes)
-            if live and not (
-                guess and self._ends
-            ):  # the drafter drops a guess when it receives a commit of other tokens
-                self._attach(node, ROOT if place == self.length else parent, token, sampled, guess)
+            above, length = self._live(parent, frame.base_len), self._spine_length(parent, frame.base_len)
+            # The drafter drops a guess when it receives a commit of other tokens.
+            if above is not None and not (guess and self._ends):
+                self._attach(node, ROOT if above is self.root else parent, token, sampled, guess)
                 kept += 1
-            else:
-                if place is not None and not live and not self.restarts and self._walked(place, token, guess):
-                    self._spell(node, place + 1)
-                stale += 1
+                continue
+            stale += 1
+            if above is None and length is not None and not self.restarts and self._walked(length, token, guess):
+                self._spell(node, length + 1)
         for parent, row in rows.items():
             self._set_row(parent, frame.base_len, *row)
         return Received(kept, stale)
@@ -296,24 +294,27 @@ class LivingTree:
             raise MalformedFrame(f"token: node {node} repeats the token of a sibling that was walked over")
         self._spine[node] = length
 
-    def _walked(self, place: int, token: int, guess: bool) -> bool:
+    def _walked(self, length: int, token: int, guess: bool) -> bool:
         """Whether the token committed after the prefix of this length is that of the node."""
-        return self._tokens[place - self._first] == token and not (guess and place >= self._ends[0])
+        return self._tokens[length - self._first] == token and not (guess and length >= self._ends[0])
 
-    def _place(self, parent: int, base_len: int) -> int | None:
+    def _spine_length(self, parent: int, base_len: int) -> int | None:
         """Length of the committed prefix that ends with this node; None if it is not on the spine."""
         if parent == ROOT:
             return base_len
         return self.length if parent == self.root_id else self._spine.get(parent)
 
+    def _live(self, parent: int, base_len: int) -> Node | None:
+        """The node, if it is the root or below it."""
+        length = self._spine_length(parent, base_len)
+        if length is None:
+            return self.nodes.get(parent)
+        return self.root if length == self.length else None
+
     def _set_row(self, parent: int, base_len: int, ids: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
-        place = self._place(parent, base_len)
-        if place == self.length:
-            record = self.root
-        elif place is None and parent in self.nodes:
-            record = self.nodes[parent]
-        else:
-            return  # of a dead node
+        record = self._live(parent, base_len)
+        if record is None:
+            return
         self._check_row(parent, ids, weight)
         if record.row is not None and not (
             np.array_equal(record.row[0], ids) and np.array_equal(record.row[1], weight)

@@ -47,15 +47,12 @@ class Construction:
     reason: str = ""
 
 
-_CHAIN = Construction("a sampled chain", frozenset({*COLUMNS}))
 _WITHOUT = Construction("children drawn without replacement in draw order", WITHOUT)
 _CHOSEN = Construction("chosen children, one-hot laws", WITHOUT | {BLOCK})
 _LOOKED = Construction("nodes dropped or reordered by what was drawn", frozenset({MATCH}), LOOKED)
 
-_COUPLED = Construction("children under shared noise", frozenset({MATCH}), SHARED_NOISE)
-
 TABLE: dict[str, Construction] = {
-    "chain": _CHAIN,
+    "chain": Construction("a sampled chain", frozenset(COLUMNS)),
     # drawn without replacement
     "best_first": _WITHOUT,
     "rsd_c": _WITHOUT,
@@ -74,7 +71,7 @@ TABLE: dict[str, Construction] = {
     "marginals": _CHOSEN,
     "n_gram": _CHOSEN,
     # only the target's own tokens may decide
-    "coupled": _COUPLED,
+    "coupled": Construction("children under shared noise", frozenset({MATCH}), SHARED_NOISE),
     "pruned": _LOOKED,
     "shuffled": _LOOKED,
     "chosen_called_drawn": Construction("chosen children tested by p/q", frozenset({MATCH}), DECLARED),

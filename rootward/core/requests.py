@@ -200,10 +200,8 @@ class Sampling:
         _require(len(bad) <= MAX_BAD, "bad_words", len(bad), f"sequences are more than {MAX_BAD}")
         odd_run = next((run for run in bad if not 1 <= len(run) <= MAX_BAD_TOKENS or min(run) < 0), None)
         _require(odd_run is None, "bad_words", odd_run, f"is not 1 to {MAX_BAD_TOKENS} tokens")
-        both = bool(bad and self.allowed_token_ids)
-        _require(
-            not both, "bad_words", len(bad), "sequences cannot be combined with allowed_token_ids; send one of them"
-        )
+        fix = "sequences cannot be combined with allowed_token_ids; send one of them"
+        _require(not (bad and self.allowed_token_ids), "bad_words", len(bad), fix)
 
     @property
     def greedy(self) -> bool:
@@ -269,9 +267,7 @@ class Speculation:
     num_draft_tokens: int | None = None
     max_depth: int | None = None
     topk: int | None = None
-    drafter: str = (
-        ""  # who shall grow its trees: a pool of drafters, or what the verifier looks up itself; "": the policy
-    )
+    drafter: str = ""  # who grows its trees: a pool of drafters, or what the verifier looks up itself; "": the policy
     strategy: DraftStrategy | None = None  # None: what the drafters were started with
 
     def __post_init__(self) -> None:
@@ -281,13 +277,11 @@ class Speculation:
         n, d = self.num_draft_tokens, self.max_depth
         _require(n is None or d is None or d <= n, "max_depth", d, f"is larger than num_draft_tokens {n}")
         _require_text("drafter", self.drafter)
-        ratio = self.rule is not None and self.rule is not Rule.MATCH
-        chosen = self.law in (DraftMode.TOP_K, DraftMode.COUPLED)
         if self.strategy is not None and self.law is not None:
             self.strategy.check_mode(self.law)
-        _require(
-            not (ratio and chosen), "law", self.law, "needs rule 'match': the target's own tokens decide on such trees"
-        )
+        matched = self.law is not None and not self.law.ratio
+        fix = "needs rule 'match': the target's own tokens decide on such trees"
+        _require(not matched or self.rule in (None, Rule.MATCH), "law", self.law, fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,9 +302,7 @@ class VerifierRequest:
     logprobs: int | None = None  # None = none; k = of the emitted token and of the k most likely ones
     priority: int = 0  # lower runs earlier
     tenant: str = ""  # who asks: tenants share places fairly and never each other's cached prefixes
-    prediction: tuple[
-        int, ...
-    ] = ()  # the output that the client expects, from its beginning: one more source of drafts
+    prediction: tuple[int, ...] = ()  # the output that the client expects, from its beginning: a source of drafts
     trees: bool = False  # tell the tree of every round with what it committed
     prompt_logprobs: int | None = None  # as `logprobs`, of every prompt token but the first
     cache_salt: str = ""  # texts with different salts never share cached prefixes
@@ -320,7 +312,13 @@ class VerifierRequest:
         for name in ("logprobs", "prompt_logprobs"):
             k = getattr(self, name)
             _require(k is None or 0 <= k <= MAX_LOGPROBS, name, k, f"is outside [0, {MAX_LOGPROBS}]")
-        clash = next((n for n, given in self._beside_structure() if given), "")
+        excluded = {  # they could leave no allowed token, with a complete or an incomplete structure
+            "ignore_eos": self.stopping.ignore_eos,
+            "min_tokens": self.stopping.min_tokens > 0,
+            "allowed_token_ids": self.sampling.allowed_token_ids,
+            "bad_words": self.sampling.bad_sequences,
+        }
+        clash = next((name for name, given in excluded.items() if given), "")
         fix = f"cannot be combined with {clash}, because the output ends where its form is complete; send one of them"
         form = self.structure.form.value if self.structure is not None else ""
         _require(not (form and clash), "structured_output", form, fix)
@@ -352,15 +350,6 @@ class VerifierRequest:
         ends_only = allowed <= stops if allowed else len(stops) >= vocab_size
         fix = "leaves no token, for all allowed ones end the text"
         _require(not (stopping.min_tokens and ends_only), "min_tokens", stopping.min_tokens, fix)
-
-    def _beside_structure(self) -> tuple[tuple[str, bool], ...]:
-        """Parameters that could leave no allowed token, with a complete or an incomplete structure."""
-        return (
-            ("ignore_eos", self.stopping.ignore_eos),
-            ("min_tokens", self.stopping.min_tokens > 0),
-            ("allowed_token_ids", bool(self.sampling.allowed_token_ids)),
-            ("bad_words", bool(self.sampling.bad_sequences)),
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ has the derived bonus key cannot compute the coins.
     COIN              node id    position           epoch               salt
     BONUS             token / 2  position           epoch               salt    (one uniform per position: NO_TOKEN)
     TARGET            token / 2  position           0                   salt
-    FILTER            0          position           0                   salt
     DRAW              word / 2   draw number, low   draw number, high   salt    (incarnation: in the derived key)
 
 Node ids, positions and epochs are below 2³²; seeds, incarnations and draw numbers below 2⁶⁴.
@@ -17,7 +16,7 @@ Node ids, positions and epochs are below 2³²; seeds, incarnations and draw num
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
@@ -41,7 +40,6 @@ class Role(Enum):
     COIN = 0x636F696E  # U_v of a verdict
     BONUS = 0x626F6E75  # bonus tokens, and a drafter's predictions of them
     TARGET = 0x74617267  # the target's own token: plain decoding, match, coupled
-    FILTER = 0x66696C74  # randomised processors
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +59,9 @@ class Key:
         digest = blake2b(packed, digest_size=8, person=b"rootward" + role.name.encode()).digest()
         return int.from_bytes(digest, "little")
 
-    def bonus(self) -> BonusKey:
-        """The key of the bonus noise alone, for a drafter that predicts bonus tokens."""
-        return BonusKey(self.derive(Role.BONUS))
-
-
-@dataclass(frozen=True, slots=True)
-class BonusKey:
-    """The derived key of the bonus noise alone."""
-
-    value: int
+    def bonus(self) -> int:
+        """The derived key of the bonus noise alone, for a drafter that predicts bonus tokens."""
+        return self.derive(Role.BONUS)
 
 
 def coins(key: Key, epoch: int, position: int, node_ids: ArrayLike) -> Floats:
@@ -81,15 +72,16 @@ def coins(key: Key, epoch: int, position: int, node_ids: ArrayLike) -> Floats:
 def coins_batch(rounds: Sequence[tuple[Key, int, int, ArrayLike]]) -> Floats:
     """float64[sum of N]: the `coins` of several rounds (key, epoch, position, node ids), one after another, in one pass."""
     nodes = [np.asarray(node_ids, dtype=np.uint64) for *_, node_ids in rounds]
-    numbers = ((key.derive(Role.COIN), _counter(position), _counter(epoch)) for key, epoch, position, _ in rounds)
-    keys, position, epoch = np.repeat(_table(numbers, 3), [len(ids) for ids in nodes], axis=0).T
+    numbers = [(key.derive(Role.COIN), _counter(position), _counter(epoch)) for key, epoch, position, _ in rounds]
+    table = np.array(numbers, dtype=np.uint64).reshape(-1, 3)
+    keys, position, epoch = np.repeat(table, [len(ids) for ids in nodes], axis=0).T
     first, _ = _blocks(keys, Role.COIN, np.concatenate([np.empty(0, np.uint64), *nodes]), position, epoch)
     return (first >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def bonus_gumbel(key: Key | BonusKey, epoch: int, position: int, tokens: int | ArrayLike) -> Floats:
-    """Gumbel noise of the bonus token emitted at a position; `tokens` is V (for 0..V-1) or the ids asked for."""
-    derived = key.value if isinstance(key, BonusKey) else key.derive(Role.BONUS)
+def bonus_gumbel(key: Key | int, epoch: int, position: int, tokens: int | ArrayLike) -> Floats:
+    """Gumbel noise of the bonus token emitted at a position; `tokens` is V (for 0..V-1) or the ids asked for. key: or `Key.bonus`."""
+    derived = key if isinstance(key, int) else key.bonus()
     return _gumbel(_per_token(derived, Role.BONUS, tokens, _counter(position), _counter(epoch)))
 
 
@@ -171,11 +163,7 @@ def _blocks(key: int | Words, role: Role, index: Words, second: int | Words, thi
 
 def _per_token(key: int | Words, role: Role, tokens: int | ArrayLike, position: int | Words, epoch: int) -> Words:
     """uint64: 64 bits per token, the same whichever other tokens are asked for (neighbours share a block)."""
-    if isinstance(tokens, int | np.integer):
-        num_tokens = int(tokens)
-        pair = _blocks(key, role, np.arange((num_tokens + 1) // 2, dtype=np.uint64), position, epoch)
-        return np.stack(pair, axis=1).reshape(-1)[:num_tokens]
-    ids = np.asarray(tokens, dtype=np.uint64)
+    ids = np.asarray(np.arange(tokens) if isinstance(tokens, int | np.integer) else tokens, dtype=np.uint64)
     if ids.size and int(ids.max()) >> 32:
         raise ValueError(f"counter: {ids.max()}; use numbers below 2**32")
     even, odd = _blocks(key, role, ids >> np.uint64(1), position, epoch)
@@ -187,11 +175,6 @@ def _gumbel(bits: Words) -> Floats:
     v = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     noise: Floats = -np.log(-np.log1p(-v))
     return noise
-
-
-def _table(rows: Iterable[tuple[int, ...]], columns: int) -> Words:
-    """uint64[n, columns] of integers below 2⁶⁴."""
-    return np.array(list(rows), dtype=np.uint64).reshape(-1, columns)
 
 
 def _counter(value: int) -> int:

@@ -39,8 +39,7 @@ class TokenTree:
         flags = flags.astype(np.bool_)
         _check(tokens, parents, flags)
         for name, array in (("token", tokens), ("parent", parents), ("sampled", flags)):
-            read_only(array)
-            object.__setattr__(self, name, array)
+            object.__setattr__(self, name, read_only(array))
 
     def __len__(self) -> int:
         """Number of nodes, the root included."""
@@ -62,9 +61,7 @@ class TokenTree:
         depths = [0] * len(self)
         for node, parent in enumerate(self.parent.tolist()[1:], start=1):
             depths[node] = depths[parent] + 1
-        array = np.array(depths, dtype=np.int64)
-        read_only(array)
-        return array
+        return read_only(np.array(depths, dtype=np.int64))
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
@@ -83,9 +80,7 @@ class TokenTree:
             node = stack.pop()
             order.append(node)
             stack.extend(self.children[node])
-        array = np.array(order[::-1], dtype=np.int64)
-        read_only(array)
-        return array
+        return read_only(np.array(order[::-1], dtype=np.int64))
 
     @cached_property
     def ancestors(self) -> Bools:
@@ -93,8 +88,7 @@ class TokenTree:
         mask = np.eye(len(self), dtype=np.bool_)
         for node, parent in enumerate(self.parent.tolist()[1:], start=1):
             mask[node] |= mask[parent]
-        read_only(mask)
-        return mask
+        return read_only(mask)
 
     def path(self, node: int) -> tuple[int, ...]:
         """The draft tokens from the root (excluded) to the node (included)."""

@@ -33,7 +33,7 @@ from rootward.core.growth import Ahead, AheadBudget, BestFirst, growth_of, share
 from rootward.core.living_tree import ROOT, Fit, LivingTree
 from rootward.core.lookup import Prediction, Source, best_path
 from rootward.core.requests import DraftMode, Sampling
-from rootward.core.rng import BonusKey, DrawWords, Key, Role
+from rootward.core.rng import DrawWords, Key, Role
 from rootward.demand import DrafterDemand
 from rootward.engine.atoms import Atoms, Found, atoms_of, fetched, likely_tokens, reduced
 from rootward.engine.noise import gumbel_of_tokens
@@ -370,8 +370,7 @@ class Grower(Generic[K]):
                 return row.ids
             ids, mass = likely_tokens(likely[node])
             held = mass > 0.0
-            key = BonusKey(message.bonus_key)
-            return shared_order(key, message.epoch, tree.at(node).depth, ids[held], mass[held])
+            return shared_order(message.bonus_key, message.epoch, tree.at(node).depth, ids[held], mass[held])
 
         growth = Ahead(
             growth_of(tree, strategy, max_positions=info.max_positions, block=self.num_marginals > 0),

@@ -33,9 +33,8 @@ class Transport:
 
 CALLING = Transport(64 * MIB)  # the caller's end of a hop: answers may have log-probabilities of a long prompt
 SERVING = Transport(16 * MIB, max_connection_age_s=30 * 60)  # a verifier: prompts of millions of tokens
-DRAFTING = Transport(
-    16 * MIB, 4 * MIB
-)  # a drafter: a text that reached the verifier reaches it, too; its own frames are small
+# A drafter: a text that reached the verifier reaches it, too; its own frames are small.
+DRAFTING = Transport(16 * MIB, 4 * MIB)
 TO_DRAFTER = Transport(4 * MIB, 16 * MIB)  # the verifier's end of that hop
 MAX_REQUEST_BYTES = 2 * MIB  # of a client, unless the gateway is configured otherwise
 

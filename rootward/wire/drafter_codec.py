@@ -195,11 +195,7 @@ OPEN = Record(
     strategy=STRATEGY,
 )
 COMMIT = Record(Commit, drafter_pb2.Commit, ("features",), tokens=u32("commit.tokens"))
-OPEN_FEATURES = Record(
-    OpenFeatures,
-    drafter_pb2.OpenFeatures,
-    features=Conversion(_features_to_pb, _features_from_pb),
-)
+OPEN_FEATURES = Record(OpenFeatures, drafter_pb2.OpenFeatures, features=Conversion(_features_to_pb, _features_from_pb))
 TO_DRAFTER = Record(
     ToDrafter,
     drafter_pb2.ToDrafter,

@@ -18,9 +18,7 @@ from rootward.wire.tls import ServerTls
 
 GRACE_S = 2  # for idle connections at the end; requests have been drained before
 RENEW_S = 1.0  # between two checks of the certificate
-HEAD_TIMEOUT_S = (
-    10.0  # for the head of a request to arrive, from its first byte or from the beginning of the connection
-)
+HEAD_TIMEOUT_S = 10.0  # for the head of a request to arrive, from its first byte or from the start of the connection
 MAX_CONNECTIONS = 1024
 
 

@@ -31,7 +31,7 @@ from starlette.routing import Route
 
 from rootward.errors import ConfigurationError
 from rootward.metrics import VllmNames
-from rootward.process_settings import ProcessSettings
+from rootward.settings import ProcessSettings
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
 from rootward.wire.http_server import HttpServer

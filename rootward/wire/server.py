@@ -72,10 +72,6 @@ class RpcServer:
         for name in self.services:
             await self._health.set(name, HEALTHY if ready else UNHEALTHY)
 
-    async def wait(self) -> None:
-        """Until the server has stopped."""
-        await self.grpc.wait_for_termination()
-
     async def stop(self, grace_s: float | None = None) -> None:
         """Refuse new calls, give running ones `grace_s` seconds, then cancel them. Idempotent."""
         await self._health.enter_graceful_shutdown()

@@ -79,10 +79,7 @@ TREE = Record(
 PREFILLED = Record(
     Prefilled,
     verifier_pb2.Committed.Prefilled,
-    logprobs=Conversion(
-        lambda values: logprobs_to_pb(values) if values else None,
-        unpack_logprobs,
-    ),
+    logprobs=Conversion(lambda values: logprobs_to_pb(values) if values else None, unpack_logprobs),
 )
 COMMITTED = Record(
     Committed,

@@ -19,7 +19,8 @@ from support.rounds import Chooser
 
 from rootward.core import drafting
 from rootward.core.distribution import DenseDistribution
-from rootward.core.growth import BestFirst, build_tree, strategy_of
+from rootward.core.drafting import build_tree
+from rootward.core.growth import BestFirst, strategy_of
 from rootward.core.pairing import COLUMNS, check_pair, lossless_columns
 from rootward.core.requests import DraftMode, DraftStrategy
 

@@ -1,30 +1,15 @@
 """Growth of draft trees: one family of strategies for services, tests and benchmarks (algorithms.md, sections 5, 6 and 10)."""
 
 from rootward.core.growth.ahead import Ahead, AheadBudget, shared_order
-from rootward.core.growth.build import build_tree
 from rootward.core.growth.growth import Growth, growth_of
-from rootward.core.growth.strategies import (
-    BestFirst,
-    FixedShape,
-    Marginals,
-    NewWords,
-    StochasticBeam,
-    Strategy,
-    match_probabilities,
-    strategy_of,
-)
+from rootward.core.growth.strategies import BestFirst, Strategy, match_probabilities, strategy_of
 
 __all__ = [
     "Ahead",
     "AheadBudget",
     "BestFirst",
-    "FixedShape",
     "Growth",
-    "Marginals",
-    "NewWords",
-    "StochasticBeam",
     "Strategy",
-    "build_tree",
     "growth_of",
     "match_probabilities",
     "shared_order",

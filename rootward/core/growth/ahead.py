@@ -30,7 +30,7 @@ from rootward.core.distribution import DraftDistribution
 from rootward.core.growth.growth import Growth
 from rootward.core.growth.strategies import BestFirst, NewWords
 from rootward.core.living_tree import ROOT
-from rootward.core.rng import BonusKey, bonus_gumbel
+from rootward.core.rng import bonus_gumbel
 
 MOST_PREDICTIONS = 32  # at a node, before its children are left out
 
@@ -64,24 +64,21 @@ class AheadBudget:
         return self.nodes // self.share
 
 
-def likeliest(node: int, row: DraftDistribution) -> Ints:
-    """Predictions without the noise: the most likely tokens."""
-    return row.ids
-
-
-def shared_order(key: BonusKey, epoch: int, length: int, ids: Ints, law: Floats, most: int = MOST_PREDICTIONS) -> Ints:
+def shared_order(bonus_key: int, epoch: int, length: int, ids: Ints, law: Floats) -> Ints:
     """Predictions by the noise b of the bonus token at this text length: tokens by decreasing log q + b (the bonus token has the largest
     log r + b). ids, law: as many atoms of the draft's row as possible: after rejections of likely tokens the bonus token is often an
     unlikely one."""
-    minus = -(np.log(law) + bonus_gumbel(key, epoch, length, ids))
-    best = np.argpartition(minus, most - 1)[:most] if most < len(ids) else np.arange(len(ids))
+    minus = -(np.log(law) + bonus_gumbel(bonus_key, epoch, length, ids))
+    best = np.arange(len(ids))
+    if len(ids) > MOST_PREDICTIONS:
+        best = np.argpartition(minus, MOST_PREDICTIONS - 1)[:MOST_PREDICTIONS]
     return ids[best[np.argsort(minus[best], kind="stable")]]
 
 
 class Ahead:
     """All components of one living tree. `own` is the growth of the root's component."""
 
-    def __init__(self, own: Growth, budget: AheadBudget, predict: Predict = likeliest) -> None:
+    def __init__(self, own: Growth, budget: AheadBudget, predict: Predict) -> None:
         self.own, self.budget, self._predict = own, budget, predict
         self.tree = own.tree
         self._wanted: dict[int, int] | None = None  # predictions still to be made, by node; None: not settled yet

@@ -37,14 +37,13 @@ class Growth:
         strategy: Strategy,
         *,
         node_cap: int = 16,
-        beyond: int = 0,
         max_positions: int = 1 << 31,
         head: int = ROOT,
         block: bool = False,
     ) -> None:
         self.tree, self.strategy, self.head, self.block = tree, strategy, head, block
-        self.node_cap, self.beyond, self.max_positions = node_cap, beyond, max_positions
-        self._num_drawn = 0
+        self.node_cap, self.max_positions = node_cap, max_positions
+        self.beyond = 0
         self._restart()
 
     def _restart(self) -> None:
@@ -53,9 +52,7 @@ class Growth:
         self._places: dict[int, Place] = {}
         self._unscored: list[int] = []  # nodes whose next child has no score yet
         self._heap: list[tuple[float, int, int]] = []  # (-score of the next child, node id, rank)
-        self._by_depth: list[
-            tuple[DraftDistribution, Floats | None]
-        ] = []  # block: rows of depths 1, 2, ..., with their noise
+        self._by_depth: list[tuple[DraftDistribution, Floats | None]] = []  # block: rows and noise of depths 1, 2, …
         self._unopened: list[int] = []  # block: nodes that have no place yet
 
     @property
@@ -69,7 +66,7 @@ class Growth:
 
     @property
     def room(self) -> int:
-        return self.node_cap - (len(self.tree) if self.head == ROOT else self._num_drawn)
+        return self.node_cap - (len(self.tree) if self.head == ROOT else len(self._score) - 1)
 
     @property
     def round_is_full(self) -> bool:
@@ -106,7 +103,7 @@ class Growth:
             place.order, place.chance = row.ids.tolist(), row.law.tolist()
         elif mode is DraftMode.COUPLED:
             assert noise is not None
-            coupled_order(place, noise, getattr(self.strategy, "match_scale", 0.0))
+            coupled_order(place, noise)
         for child in record.children:  # named before the row was known
             if child in self._score:
                 place.insert(self.tree.nodes[child].token, math.exp(self._score[child] - self._score[node]))
@@ -142,7 +139,11 @@ class Growth:
         strategy = self.strategy
         if strategy.whole_levels and self.frontier(1):
             return []
-        self._open_by_depth()
+        for node in self._unopened:
+            row, noise = self._row_below(self._depth(self.tree.at(node)))
+            if len(row):
+                self._open_place(node, row, noise)
+        self._unopened = []
         for node in dict.fromkeys(self._unscored):
             if (place := self._places.get(node)) is not None:
                 self._push(place, new_words)
@@ -151,11 +152,9 @@ class Growth:
         most = DRAWS_BEYOND if self.round_is_full else strategy.draws(self.node_cap - self.beyond)
         if self.block and not strategy.whole_levels:
             most = 1  # the new child is a place for the next draw
-        while len(drawn) < most and self.room > 0 and self._heap:
-            minus, node, rank = heapq.heappop(self._heap)
-            place = self._places.get(node)
-            if place is not None and place.rank == rank and self._alive(node):
-                drawn += self._children(place, -minus, new_words)
+        while len(drawn) < most and self.room > 0 and self._has_scored():
+            minus, node, _ = heapq.heappop(self._heap)
+            drawn += self._children(self._places[node], -minus, new_words)
         if strategy.whole_levels:
             self._heap, self._places = [], {}
         return drawn
@@ -172,7 +171,7 @@ class Growth:
         """No further node can be drawn before the next commit."""
         if not self.root_expanded:
             return not self._can_have_children(self.tree.at(self.root_id))
-        return self.room <= 0 or (not self._live_places() and not self.frontier(1))
+        return self.room <= 0 or not (self._has_unscored() or self._has_scored() or self.frontier(1))
 
     def rerooted(self) -> None:
         """Drop the state of nodes that left the tree. Scores are relative, so the order of the others does not change."""
@@ -187,14 +186,6 @@ class Growth:
         for place in self._places.values():
             place.depth = self._depth(self.tree.at(place.node))
 
-    def _open_by_depth(self) -> None:
-        """Block: open places for new nodes."""
-        for node in self._unopened:
-            row, noise = self._row_below(self._depth(self.tree.at(node)))
-            if len(row):
-                self._open_place(node, row, noise)
-        self._unopened = []
-
     def _row_below(self, depth: int) -> tuple[DraftDistribution, Floats | None]:
         """Row of the nodes at a depth; empty below the block."""
         return self._by_depth[depth - 1] if depth <= len(self._by_depth) else (NOTHING, None)
@@ -203,26 +194,24 @@ class Growth:
 
     def _children(self, place: Place, score: float, new_words: NewWords) -> list[int]:
         node, mode = place.node, self.strategy.mode
-        if not place.rank and (size := self.strategy.family(place.depth, self.node_cap - self.beyond)):
-            return self._family(place, min(size, self.room), new_words)
+        if not place.rank and (scores := self.strategy.family(place, self.node_cap - self.beyond)):
+            return self._family(place, scores[: self.room], new_words)
         token = place.draw(mode, new_words(2)) if mode.ratio else place.order[place.rank]
         place.rank += 1
         child = self._attach(node, token, sampled=mode.ratio, score=score)
         self._push(place, new_words)
         return [child]
 
-    def _family(self, place: Place, size: int, new_words: NewWords) -> list[int]:
+    def _family(self, place: Place, scores: list[float], new_words: NewWords) -> list[int]:
         """Draw a whole GREEDY family: the sampled child first, then the chosen ones (algorithms.md 5.7)."""
-        made = greedy_family(place.row, size, new_words(2))
+        made = greedy_family(place.row, len(scores), new_words(2))
         del self._places[place.node]
         self.tree.at(place.node).row = (made.row.ids, made.row.weight) if len(made.row) else None
-        scores = self.strategy.family_scores(place.score, place.depth)
         children = zip(made.token.tolist(), made.sampled.tolist(), scores, strict=False)
         return [self._attach(place.node, token, sampled=flag, score=score) for token, flag, score in children]
 
     def _attach(self, node: int, token: int, *, sampled: bool, score: float) -> int:
         child = self.tree.draw(node, token, sampled=sampled)
-        self._num_drawn += 1
         self._score[child] = score
         if self.block:
             self._unopened.append(child)
@@ -259,17 +248,14 @@ class Growth:
     def _depth(self, record: Node) -> int:
         return record.depth - self.tree.at(self.root_id).depth
 
-    def _alive(self, node: int) -> bool:
-        return node == self.tree.root_id or node in self.tree.nodes
+    def _has_unscored(self) -> bool:
+        return any(self._open_for_more(self._places[n]) for n in self._unscored if n in self._places)
 
-    def _live_places(self) -> bool:
-        for node in self._unscored:
-            if (place := self._places.get(node)) is not None and self._alive(node) and self._open_for_more(place):
-                return True
+    def _has_scored(self) -> bool:
+        """Whether the heap has a place. Removes those that got a child since they were scored from its top."""
         while self._heap:
             _, node, rank = self._heap[0]
-            place = self._places.get(node)
-            if place is not None and place.rank == rank and self._alive(node):
+            if node in self._places and self._places[node].rank == rank:
                 return True
             heapq.heappop(self._heap)
         return False

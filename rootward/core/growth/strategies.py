@@ -6,7 +6,7 @@ the best score gets the next child. A strategy defines
     mode          how a child is made: drawn without replacement, drawn with replacement, chosen, or by shared noise
     max_depth     longest path below the root
     children(d)   most children of a node at depth d (the root has depth 0)
-    family(d, n)  children that are made together, as one event (GREEDY); 0: one at a time
+    family(p, n)  scores of the children of a place that are made together, as one event (GREEDY); []: one at a time
     score(place)  of the place's next child, before it is drawn
     draws(n)      most children made after each draft forward, in a tree of n nodes
 
@@ -34,6 +34,7 @@ from rootward.core.requests import DraftMode, DraftStrategy
 NewWords = Callable[[int], Words]  # n new uniform words; none is used twice within a request
 
 UNLIMITED = 1 << 30
+MATCH_SCALE = 0.4  # of log p − log q, by which the children of coupled trees are scored (docs/algorithms/coupled.md)
 
 
 @dataclass(slots=True)
@@ -80,7 +81,7 @@ class Place:
         self.row = self.row.without([token])
         if token in self.order[self.rank :]:
             at = self.order.index(token, self.rank)
-            del self.order[at], self.chance[at : at + 1]
+            del self.order[at], self.chance[at]
         if self.order:
             self.order.insert(self.rank, token)
             self.chance.insert(self.rank, chance)
@@ -102,18 +103,14 @@ class Strategy:
     def children(self, depth: int) -> int:
         raise NotImplementedError
 
-    def family(self, depth: int, num_nodes: int) -> int:
-        return 0
+    def family(self, place: Place, num_nodes: int) -> list[float]:
+        return []
 
     def draws(self, num_nodes: int) -> int:
         return UNLIMITED
 
     def score(self, place: Place, new_words: NewWords) -> float:
         raise NotImplementedError
-
-    def family_scores(self, parent_score: float, depth: int) -> list[float]:
-        """Of the children of a GREEDY family, in order of trial."""
-        return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +124,6 @@ class BestFirst(Strategy):
     acceptance       of a first child, in (0, 1)
     later            of a later child, once all before it have failed, in (0, 1)
     root_family      GREEDY: probability that the round stops below each child of the root's family; as many children as numbers
-    match_scale      COUPLED: scale of log p − log q, by which children are scored (docs/algorithms/coupled.md)
     least_levels     levels that the nodes of a round should have: a small tree grows deep, not wide. The root counts as a node, so trees of
                      7 and of 8 nodes grow alike
     """
@@ -139,7 +135,6 @@ class BestFirst(Strategy):
     acceptance: float = 0.7
     later: float = 0.2
     root_family: tuple[float, ...] = (0.33, 0.27, 0.11)
-    match_scale: float = 0.4
     least_levels: int = 1
 
     restarts = False
@@ -148,23 +143,21 @@ class BestFirst(Strategy):
         for name, value in (("acceptance", self.acceptance), ("later", self.later)):
             if not 0 < value < 1:
                 raise ValueError(f"{name}: {value} is outside (0, 1)")
-        if not self.root_family or min(self.root_family) <= 0 or sum(self.root_family) > 1:
-            raise ValueError(f"root_family: {self.root_family}; give probabilities above 0 that sum to at most 1")
         for name in ("max_depth", "topk", "draws_per_level", "least_levels"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 1")
-        if not 0 < self.match_scale < math.inf:
-            raise ValueError(f"match_scale: {self.match_scale}; give the scale of log p − log q, above 0")
         if self.mode is DraftMode.IID:
             raise ValueError("mode: best-first growth keeps no copies; use the strategy iid:B1,B2,...")
 
     def children(self, depth: int) -> int:
         return self.topk
 
-    def family(self, depth: int, num_nodes: int) -> int:
+    def family(self, place: Place, num_nodes: int) -> list[float]:
         """At most as many children as a level draws: further ones would not be extended in the same level."""
-        whole = self.mode is DraftMode.GREEDY and depth == 0
-        return min(len(self.root_family), self.draws(num_nodes), self.topk) if whole else 0
+        if self.mode is not DraftMode.GREEDY or place.depth:
+            return []
+        most = min(self.draws(num_nodes), self.topk)
+        return [place.score + math.log(mass) for mass in self.root_family[:most]]
 
     def draws(self, num_nodes: int) -> int:
         return min(self.draws_per_level, max(1, (num_nodes + 1) // self.least_levels))
@@ -178,9 +171,6 @@ class BestFirst(Strategy):
             return place.score + math.log(self.acceptance)
         failed = math.log1p(-self.acceptance) + (rank - 1) * math.log1p(-self.later)
         return place.score + failed + math.log(self.later)
-
-    def family_scores(self, parent_score: float, depth: int) -> list[float]:
-        return [parent_score + math.log(mass) for mass in self.root_family]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,15 +191,13 @@ class FixedShape(Strategy):
     def children(self, depth: int) -> int:
         return self.branching[depth] if depth < len(self.branching) else 0
 
-    def family(self, depth: int, num_nodes: int) -> int:
-        return self.children(depth) if self.mode is DraftMode.GREEDY else 0
+    def family(self, place: Place, num_nodes: int) -> list[float]:
+        whole = self.mode is DraftMode.GREEDY
+        return [-float(place.depth + 1)] * self.children(place.depth) if whole else []
 
     def score(self, place: Place, new_words: NewWords) -> float:
         """Shallow places first; of one depth the node that was drawn first."""
         return -float(place.depth + 1)
-
-    def family_scores(self, parent_score: float, depth: int) -> list[float]:
-        return [-float(depth + 1)] * self.children(depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,13 +284,12 @@ def positive(name: str, numbers: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: {list(numbers)}; give at least one number, each at least 1")
 
 
-def coupled_order(place: Place, noise: Floats, match_scale: float) -> None:
-    """Order the atoms of a coupled place: the largest log q + noise first, ties to the smaller id. match_scale: 0 gives them no scores."""
+def coupled_order(place: Place, noise: Floats) -> None:
+    """Order the atoms of a coupled place: the largest log q + noise first, ties to the smaller id."""
     perturbed = np.log(place.row.law) + noise
     order = np.lexsort((place.row.ids, -perturbed))
     place.order = place.row.ids[order].tolist()
-    if match_scale:
-        place.chance = match_probabilities(perturbed, match_scale)[order].tolist()
+    place.chance = match_probabilities(perturbed, MATCH_SCALE)[order].tolist()
 
 
 def match_probabilities(perturbed: Floats, temperature: float) -> Floats:
@@ -311,8 +298,6 @@ def match_probabilities(perturbed: Floats, temperature: float) -> Floats:
     perturbed float[k]: log q + g of the atoms under the shared noise g. The target takes the largest of log p + g; if
     log p − log q is noise of scale T, its choice has the law softmax((log q + g) / T).
     """
-    if not temperature > 0.0:
-        raise ValueError(f"temperature: {temperature}; give the scale of log p − log q, above 0")
     scaled = np.asarray(perturbed, dtype=np.float64) / temperature
     weight = np.exp(scaled - scaled.max())
     law: Floats = weight / weight.sum()

@@ -10,15 +10,14 @@ from collections.abc import Callable
 from numpy.typing import ArrayLike
 
 from rootward.core.arrays import Floats
-from rootward.core.law import Verdict, VerificationLaw
+from rootward.core.law import Verdict, VerificationLaw, bonus_token, stop_node
 from rootward.core.tree import TokenTree
 from rootward.core.verification.block import block
-from rootward.core.verification.child_laws import checked
 from rootward.core.verification.match import match
 from rootward.core.verification.multi_step import multi_step
+from rootward.core.verification.step import checked
 from rootward.core.verification.token import token
 from rootward.core.verification.traversal import traversal
-from rootward.core.verification.verdict import bonus_token, stop_node
 
 __all__ = ["Verdict", "bonus_token", "law", "match", "stop_node"]
 

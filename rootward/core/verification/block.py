@@ -13,8 +13,7 @@ import numpy as np
 from rootward.core.arrays import Floats
 from rootward.core.law import VerificationLaw
 from rootward.core.tree import TokenTree
-from rootward.core.verification.child_laws import child_laws
-from rootward.core.verification.step import step
+from rootward.core.verification.step import child_laws, step
 
 
 def block(tree: TokenTree, target: Floats, draft: Floats, replacement: bool) -> VerificationLaw:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rootward.core.distribution import DraftDistribution
-from rootward.core.growth import BestFirst, Growth, match_probabilities
+from rootward.core.growth import BestFirst, Growth, match_probabilities, strategies
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import DraftMode
 
@@ -36,17 +36,15 @@ def test_acceptance_decides_between_depth_and_width():
     assert grown(6, acceptance=0.05, later=0.5).snapshot(9).tree.depth.tolist()[:5] == [0, 1, 1, 1, 1]
 
 
-def test_coupled_growth_scores_by_match_probability():
-    near = grown(5, mode=DraftMode.COUPLED, match_scale=0.3).snapshot(9).tree
+def test_coupled_growth_scores_by_match_probability(monkeypatch):
+    monkeypatch.setattr(strategies, "MATCH_SCALE", 0.3)
+    near = grown(5, mode=DraftMode.COUPLED).snapshot(9).tree
     assert near.depth.tolist() == [0, 1, 2, 3, 4, 5], "the largest value is nearly always the target's"
-    far = grown(5, mode=DraftMode.COUPLED, match_scale=50.0).snapshot(9).tree
+    monkeypatch.setattr(strategies, "MATCH_SCALE", 50.0)
+    far = grown(5, mode=DraftMode.COUPLED).snapshot(9).tree
     assert far.depth.tolist() == [0, 1, 1, 1, 1, 2], "all children are about as likely"
-    with pytest.raises(ValueError, match="match_scale"):
-        BestFirst(DraftMode.COUPLED, match_scale=-1.0)
 
 
 def test_match_probabilities():
     np.testing.assert_allclose(match_probabilities(np.log([0.5, 0.25, 0.25]), 1.0), [0.5, 0.25, 0.25])
     assert match_probabilities([2.0, 1.0], 0.01)[0] == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="temperature"):
-        match_probabilities([1.0], 0.0)

@@ -34,7 +34,7 @@ def idle(drafter: Grower[int]) -> Grower[int]:
 
 
 def ahead(**changes):
-    return opening(1, **({"node_cap": 4, "ahead_cap": 24, "bonus_key": BONUS.value} | changes))
+    return opening(1, **({"node_cap": 4, "ahead_cap": 24, "bonus_key": BONUS} | changes))
 
 
 def replica(node_cap: int = 4) -> LivingTree:
@@ -259,7 +259,7 @@ def test_under_matching_what_no_round_waits_for_is_drawn_in_larger_levels(monkey
     assert sum(sizes) == 28
 
 
-@pytest.mark.parametrize(("law", "bonus_key"), [(DraftMode.SAMPLED, BONUS.value), (DraftMode.COUPLED, None)])
+@pytest.mark.parametrize(("law", "bonus_key"), [(DraftMode.SAMPLED, BONUS), (DraftMode.COUPLED, None)])
 @pytest.mark.parametrize(("pause_s", "grows"), [(0.0, False), (1.9, False), (2.1, True), (60.0, True)])
 def test_growth_continues_after_a_round_if_pauses_are_longer_than_two_levels(
     law: DraftMode, bonus_key: int | None, pause_s: float, grows: bool
@@ -295,7 +295,7 @@ def test_the_trees_of_a_drafter_share_the_nodes_ahead(law: DraftMode) -> None:
     def most_nodes(num_trees: int) -> int:
         drafter = idle(Grower(Counting(40, seed=3, max_slots=8), incarnation=9, ahead_budget=BUDGET))
         for slot in range(num_trees):
-            bonus_key = BONUS.value if law is DraftMode.SAMPLED else None
+            bonus_key = BONUS if law is DraftMode.SAMPLED else None
             opened = opening(slot, law=law, node_cap=4, ahead_cap=24, bonus_key=bonus_key, node_budget=4)
             assert drafter.open(slot, opened) is None
         for growing in drafter.trees.values():  # from the next commit on, all of them are counted

@@ -30,7 +30,7 @@ MIXED = (
     {"law": DraftMode.COUPLED, "num_atoms": 3},
     {"sampling": Sampling(0.0), "law": DraftMode.TOP_K},
     {"sampling": Sampling(0.8, top_k=9, top_p=0.9), "law": DraftMode.GREEDY, "node_cap": 6},
-    {"bonus_key": Key(77).bonus().value, "ahead_cap": 60, "node_cap": 4},
+    {"bonus_key": Key(77).bonus(), "ahead_cap": 60, "node_cap": 4},
 )
 OF_A_KIND = {
     "declared": (MIXED[0], MIXED[2], MIXED[0]),

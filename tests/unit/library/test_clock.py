@@ -7,8 +7,7 @@ import asyncio
 import pytest
 from support.fake_clock import FakeClock
 
-from rootward.clock import SystemClock
-from rootward.watchdog import Watchdog
+from rootward.clock import SystemClock, Watchdog
 
 
 async def test_sleepers_wake_in_order_and_only_when_time_passes():
