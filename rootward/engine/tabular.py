@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rootward.core.arrays import Ints
 from rootward.engine.atoms import reduced
 from rootward.engine.slots import Entry, Size, Slots, kept_rows
 from rootward.ports import LosslessLevel, ModelInfo, Reduction, Rows
@@ -141,10 +140,7 @@ class TabularModel(Slots):
         return logits
 
     def _context(self, entry: Entry, row: int) -> list[int]:
-        """The tokens that the row sees: the last committed ones, then the nodes of its mask by position."""
-        plan = entry.plan
-        seen: Ints = np.flatnonzero(plan.sees[row])
-        seen = seen[np.argsort(plan.position[seen], kind="stable")]
-        committed = np.arange(max(0, plan.length - self.order), plan.length)
-        tokens: list[int] = self._token[entry.table.cells(np.concatenate([committed, plan.scratch[seen]]))].tolist()
+        """The last tokens that the row sees."""
+        cells = entry.cells_seen(row, start=max(0, entry.plan.length - self.order))
+        tokens: list[int] = self._token[cells].tolist()
         return tokens
