@@ -236,7 +236,6 @@ class DecoderLayers:
             if layer.amx != self._amx or layer.settings[:-1] != self._settings[:-1] or layer.num_q != layers[0].num_q:
                 raise ValueError("layers differ in the scale of attention, in a norm's eps or in their arithmetic")
         self._cells: list[PagedLayer] = []
-        self._no_places = np.full(len(layers), -1)
 
     def __call__(
         self, x: Any, step: Step, cells: Sequence[PagedLayer], *, read: Any = None, exposed: Sequence[int] = ()
@@ -252,10 +251,8 @@ class DecoderLayers:
             self._read_from(cells)
         scratch = self._scratch(len(x), read)
         rows = LayerRows(self._rotations.cos, self._rotations.sin, step.positions.numpy(), step.write.numpy())
-        place_of_state, states = self._no_places, np.empty((len(exposed), *x.shape), np.float32)
-        if exposed:
-            place_of_state = place_of_state.copy()
-            place_of_state[list(exposed)] = np.arange(len(exposed))
+        place_of_state, states = np.full(len(cells), -1), np.empty((len(exposed), *x.shape), np.float32)
+        place_of_state[list(exposed)] = np.arange(len(exposed))
         for first, last in self._runs:
             decoder_layers(
                 x,
