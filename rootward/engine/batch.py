@@ -43,7 +43,7 @@ class Step:
         self.offsets = [b * self.width if pad else sum(rows[:b]) for b in range(len(rows))]
         self.ids, self.positions, write = self._on_device(packed).unbind(0)  # one array: one copy
         self.write = write.reshape(-1)
-        wanted = np.concatenate([offset + np.asarray(keep) for offset, keep in zip(self.offsets, kept, strict=True)])
+        wanted = flat_rows(kept, self.offsets)
         self.wanted = None if len(wanted) == len(self.write) else self._on_device(wanted)
 
     def logits_to_keep(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,9 +93,9 @@ def packed_rows(entries: Sequence[Entry], num: int, width: int, size: Size) -> N
     return packed
 
 
-def flat_rows(kept: Sequence[range], width: int) -> NDArray[np.int64]:
-    """int64[T]: indices of the kept rows among all rows, with `width` rows per entry."""
-    return np.concatenate([b * width + np.asarray(rows) for b, rows in enumerate(kept)])
+def flat_rows(kept: Sequence[range], offsets: Sequence[int]) -> NDArray[np.int64]:
+    """int64[T]: indices of the kept rows among all rows. offsets: of the first row of each entry."""
+    return np.concatenate([offset + np.asarray(rows) for offset, rows in zip(offsets, kept, strict=True)])
 
 
 def split(widths: Sequence[int], overhead: int) -> list[list[int]]:

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rootward.core.arrays import Ints
 from rootward.engine.block_head import BlockHead
 from rootward.engine.head_model import DraftHead
-from rootward.engine.slots import Entry, kept_rows
+from rootward.engine.slots import kept_rows
 from rootward.ports import Reduction, Rows
 
 
@@ -42,18 +41,10 @@ class BlockHeadModel(DraftHead):
             head.write(self._there(np.concatenate(features)), self._there(positions), self._there(cells), layers)
             wanted = [(entry, row) for entry, rows in zip(entries, kept, strict=True) for row in rows]
             length = np.array([entry.plan.positions[row] + 1 for entry, row in wanted])
-            before = np.stack([np.resize(_cells_before(entry, row), length.max()) for entry, row in wanted])
+            before = np.stack([np.resize(entry.cells_seen(row), length.max()) for entry, row in wanted])
             token = np.array([entry.rows.token[row] for entry, row in wanted])
             logits = head(self._there(token), self._there(length), self._there(before), layers)
         return head.output.in_target_ids(logits.flatten(0, 1), reduction)
 
     def _there(self, array: Any) -> torch.Tensor:
         return torch.from_numpy(array).to(self.head.device)
-
-
-def _cells_before(entry: Entry, row: int) -> Ints:
-    """Cells that a row sees, its own the last, in the order of positions."""
-    plan = entry.plan
-    seen = np.flatnonzero(plan.sees[row])
-    seen = seen[np.argsort(plan.position[seen], kind="stable")]
-    return entry.table.cells(np.concatenate([np.arange(plan.length), plan.scratch[seen]]))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -43,12 +42,18 @@ def read_network(
     adapter       folder with a LoRA adapter, which is merged into the weights
     group         the ranks that share the network; all of them call this
     """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
     options: dict[str, Any] = {"dtype": _chosen_dtype(path_or_name, device, dtype, quantization)}
     if quantization is not None:
         options |= _quantised(quantization, device)
     if group is not None:
         options |= _shared(path_or_name, group)
-    network = _read(path_or_name, options)
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()  # it would fill a log
+    with _reading(path_or_name):
+        network = AutoModelForCausalLM.from_pretrained(path_or_name, **options)
     if group is None and "device_map" not in options:
         network = network.to(device)
     return network if adapter is None else _merged(network, adapter, group)
@@ -66,12 +71,13 @@ def read_ends(path_or_name: str, *, device: str = "cpu", dtype: str = "auto") ->
         network = AutoModelForCausalLM.from_config(config)
     kept = {"auto": config.get_text_config().dtype or torch.float32}.get(dtype) or getattr(torch, dtype)
     names = {module: name for name, module in network.named_modules()}
+
+    def weight_of(module: torch.nn.Module) -> torch.nn.Parameter:
+        return torch.nn.Parameter(_tensor(path_or_name, f"{names[module]}.weight", device, kept), False)
+
     embedding, output = network.get_input_embeddings(), network.get_output_embeddings()
-    embedding.weight = torch.nn.Parameter(_tensor(path_or_name, f"{names[embedding]}.weight", device, kept), False)
-    if config.get_text_config().tie_word_embeddings:
-        output.weight = embedding.weight
-    else:
-        output.weight = torch.nn.Parameter(_tensor(path_or_name, f"{names[output]}.weight", device, kept), False)
+    embedding.weight = weight_of(embedding)
+    output.weight = embedding.weight if config.get_text_config().tie_word_embeddings else weight_of(output)
     return network
 
 
@@ -149,15 +155,15 @@ def local_model(spec: str) -> str:
     folder = cache / f"{file.stem}-{key}"
     if not (folder / "config.json").is_file():
         cache.mkdir(parents=True, exist_ok=True)
-        own = Path(tempfile.mkdtemp(dir=cache))
-        try:
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+            own = Path(scratch) / "model"
+            own.mkdir(mode=0o700)
             _convert(file, own)
-            own.rename(folder)
-        except OSError:
-            if not (folder / "config.json").is_file():  # otherwise another process has written it
-                raise
-        finally:
-            shutil.rmtree(own, ignore_errors=True)
+            try:
+                own.rename(folder)
+            except OSError:
+                if not (folder / "config.json").is_file():  # otherwise another process has written it
+                    raise
     return str(folder)
 
 
@@ -204,15 +210,8 @@ def fingerprint(network: Any, adapter: str | None = None) -> str:
             flat = stored.reshape(-1)
             digest.update(flat[:: max(1, len(flat) // 64)][:64].double().cpu().numpy().tobytes())
     if adapter is not None:
-        digest.update(adapter_digest(adapter).encode())
-    return digest.hexdigest()
-
-
-def adapter_digest(adapter: str) -> str:
-    """sha256 over an adapter's files."""
-    digest = hashlib.sha256()
-    for name in ADAPTER_FILES:
-        digest.update((Path(adapter).expanduser() / name).read_bytes())
+        files = b"".join((Path(adapter).expanduser() / name).read_bytes() for name in ADAPTER_FILES)
+        digest.update(hashlib.sha256(files).hexdigest().encode())
     return digest.hexdigest()
 
 
@@ -223,24 +222,12 @@ def num_bytes(network: Any) -> int:
 
 def leaves(weight: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors of a weight: itself, or the parts of a quantised or sharded one."""
-    names = getattr(weight, "__tensor_flatten__", None)
-    if names is None:
+    if not hasattr(weight, "__tensor_flatten__"):
         yield weight
-    else:
-        parts = (getattr(weight, name) for name in names()[0])
-        for stored in parts:
-            if isinstance(stored, torch.Tensor):  # a sharded one has a process group too
-                yield from leaves(stored)
-
-
-def _read(path_or_name: str, options: dict[str, Any]) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()  # it would fill a log
-    with _reading(path_or_name):
-        return AutoModelForCausalLM.from_pretrained(path_or_name, **options)
+        return
+    for name in weight.__tensor_flatten__()[0]:
+        if isinstance(stored := getattr(weight, name), torch.Tensor):  # a sharded one has a process group too
+            yield from leaves(stored)
 
 
 def _shared(path_or_name: str, group: Group) -> dict[str, Any]:

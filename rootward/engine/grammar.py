@@ -10,9 +10,9 @@ Legend: N nodes, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from threading import Lock
 from typing import Any
 
@@ -26,10 +26,7 @@ from rootward.errors import InvalidGrammar, UnsupportedParameter
 MAX_COMPILED = 64  # compiled structures in the cache
 # Bounded runs of whitespace in JSON: without a bound a model can emit whitespace forever.
 JSON_DEFAULTS = {"whitespace_pattern": r"[ \t\r\n]{1,16}"}
-JSON_RULES = {
-    "lenient": False,
-    "coerce_one_of": False,
-}  # schemas are enforced exactly or refused
+JSON_RULES = {"lenient": False, "coerce_one_of": False}  # schemas are enforced exactly or refused
 
 
 class TreeMatcher:
@@ -95,9 +92,8 @@ class Grammars:
     """Matchers for the structures of requests, compiled once each. Thread-safe; the vocabulary is read at the first request."""
 
     def __init__(self, read: Callable[[], Vocabulary]) -> None:
-        self._read, self._lock = read, Lock()
-        self._vocabulary: Vocabulary | None = None
-        self._compiled: OrderedDict[Structure, TreeMatcher] = OrderedDict()
+        self._vocabulary, self._lock = cache(read), Lock()
+        self._compiled = lru_cache(MAX_COMPILED)(self._compile)
 
     def matcher(self, wanted: Structure, committed: Iterable[int] = ()) -> TreeMatcher:
         """At the end of `committed`. InvalidGrammar for what does not compile, UnsupportedParameter where nothing can.
@@ -105,12 +101,7 @@ class Grammars:
         Takes milliseconds, the first time up to seconds: call it on a thread.
         """
         with self._lock:
-            if wanted not in self._compiled:
-                self._compiled[wanted] = self._compile(wanted)
-            self._compiled.move_to_end(wanted)
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-            matcher = self._compiled[wanted].copy()
+            matcher = self._compiled(wanted).copy()
         if not matcher.advance(tuple(committed)):
             raise InvalidGrammar(wanted.form.value, "committed", "tokens do not fit it")
         return matcher
@@ -118,9 +109,7 @@ class Grammars:
     def _compile(self, wanted: Structure) -> TreeMatcher:
         field = wanted.form.value
         library = _library(field)
-        if self._vocabulary is None:
-            self._vocabulary = self._read()
-        v = self._vocabulary
+        v = self._vocabulary()
         if v.tokenizer is None or not v.eos_ids:
             lacks = "tokenizer" if v.tokenizer is None else "end-of-sequence token"
             raise UnsupportedParameter(field, "given", f"needs a model with a fast tokenizer; this one has no {lacks}")

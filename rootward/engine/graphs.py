@@ -90,9 +90,8 @@ class StaticStep:
     def fill(self, entries: Sequence[Entry]) -> None:
         rows = packed_rows(entries, self.extents.entries, self.extents.rows, self.size)
         self._rows.copy_(torch.from_numpy(rows), non_blocking=True)
-        self._context.copy_(
-            torch.from_numpy(packed_context(entries, self.extents, self.size.storage)), non_blocking=True
-        )
+        context = packed_context(entries, self.extents, self.size.storage)
+        self._context.copy_(torch.from_numpy(context), non_blocking=True)
 
     def visible(self, window: int | None) -> VisibleKeys:
         raise RuntimeError("attention on the CPU cannot be recorded")
@@ -152,7 +151,7 @@ class Graphs:
             found = self.run(entries, kept)
             return None if found is None else reduced(found, reduction)
         extents = bucket_of(entries)
-        wanted = flat_rows(kept, extents.rows)
+        wanted = flat_rows(kept, [b * extents.rows for b in range(len(entries))])
         num_rows = extents.entries if len(wanted) <= extents.entries else extents.entries * extents.rows
         bucket = Bucket(extents) if reduction is None else Bucket(extents, num_rows, reduction.kind)
         dropped = max(entry.plan.num_rows - len(rows) for entry, rows in zip(entries, kept, strict=True))

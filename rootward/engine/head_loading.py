@@ -16,8 +16,8 @@ from rootward.engine.block_head_model import BlockHeadModel
 from rootward.engine.checkpoint import read_ends
 from rootward.engine.head_model import DraftHead, HeadModel
 from rootward.engine.heads import Head, load_head
-from rootward.engine.model import DEFAULT_MAX_LEN, HuggingFaceModel, context_of, eos_ids
-from rootward.engine.tokenizers import content_hash, find_tokenizer
+from rootward.engine.model import HuggingFaceModel, describe
+from rootward.engine.tokenizers import find_tokenizer
 from rootward.errors import ConfigurationError
 from rootward.ports import ModelInfo, Rows
 
@@ -80,15 +80,7 @@ def load_head_apart(
     ConfigurationError: it is no head that fits (`heads.load_head`), or the target cannot be read."""
     network = read_ends(target, device=device, dtype=dtype)
     head = load_head(path, network)
-    tokenizer = find_tokenizer(target)
-    longest = max_len or DEFAULT_MAX_LEN
-    info = ModelInfo(
-        name=target,
-        vocab_size=len(network.get_input_embeddings().weight),
-        max_positions=min(context_of(network.config.get_text_config()) or longest, longest),
-        eos_ids=eos_ids(network),
-        tokenizer_hash="" if tokenizer is None else content_hash(tokenizer),
-    )
+    info = describe(network, target, find_tokenizer(target), max_len)
     model = model_of(head, info, name=path, max_slots=max_slots, fingerprint=fingerprint(path))
     _warm_up(model)
     return model

@@ -109,21 +109,15 @@ class HeadWeights:
     def linear(self, sizes: dict[str, int], num_inputs: int) -> Any:
         """One layer of the matrices with these names, side by side. sizes: their numbers of outputs."""
         weight = torch.cat([self.take(f"{name}.weight", size, num_inputs) for name, size in sizes.items()])
-        names = list(sizes)
-        biases = [self.take(f"{name}.bias", sizes[name]) if f"{name}.bias" in self else None for name in names]
-        bias = None
-        if any(one is not None for one in biases):
-            if any(one is None for one in biases):
-                raise refusal(f"some of {', '.join(names)} have a bias and some have none")
-            bias = torch.cat([one for one in biases if one is not None])
-        return self._linear_of(weight, bias)
+        biases = [self.take(f"{name}.bias", size) for name, size in sizes.items() if f"{name}.bias" in self]
+        if biases and len(biases) < len(sizes):
+            raise refusal(f"some of {', '.join(sizes)} have a bias and some have none")
+        return self._linear_of(weight, torch.cat(biases) if biases else None)
 
     def _linear_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-        return (
-            Linear(weight.contiguous(), bias)
-            if self.has_kernels
-            else partial(functional.linear, weight=weight, bias=bias)
-        )
+        if self.has_kernels:
+            return Linear(weight.contiguous(), bias)
+        return partial(functional.linear, weight=weight, bias=bias)
 
     def norm(self, name: str, eps: float) -> Any:
         weight = self.take(f"{name}.weight").float()
@@ -189,12 +183,15 @@ def rotations(config: Any, num_positions: int, dim: int) -> Rotations:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a head. ConfigurationError if it cannot be read or asks for what is not lossless."""
+    """config.json of a head. ConfigurationError if it cannot be read, or asks for a verification that is not lossless."""
     try:
         raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as wrong:
         raise refusal(f"{folder}: config.json cannot be read ({wrong})") from wrong
-    _refuse_lossy(raw)
+    for method in (raw.get("speculators_config") or {}).get("proposal_methods") or ():
+        for name, lossless in (("verifier_accept_k", 1), ("accept_tolerance", 0.0)):
+            if method.get(name, lossless) != lossless:
+                raise refusal(f"{name}: {method[name]} is lossy, verification here never is; set it to {lossless}")
     return raw
 
 
@@ -202,14 +199,6 @@ def layer_config(raw: dict[str, Any]) -> dict[str, Any]:
     """Settings of the decoder layers: of `transformer_layer_config` if there is one, otherwise of the file itself."""
     own = {key: value for key, value in raw.items() if key not in ("transformer_layer_config", "speculators_config")}
     return {**own, **(raw.get("transformer_layer_config") or {})}
-
-
-def _refuse_lossy(raw: dict[str, Any]) -> None:
-    """ConfigurationError if the file asks for an acceptance rule that changes the output distribution."""
-    for method in (raw.get("speculators_config") or {}).get("proposal_methods") or ():
-        for name, lossless in (("verifier_accept_k", 1), ("accept_tolerance", 0.0)):
-            if method.get(name, lossless) != lossless:
-                raise refusal(f"{name}: {method[name]} is lossy, verification here never is; set it to {lossless}")
 
 
 def read_tensors(folder: Path, *, prefixes: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -227,11 +216,10 @@ def read_tensors(folder: Path, *, prefixes: Sequence[str]) -> dict[str, torch.Te
         raise refusal(f"{folder}: no weights that can be read ({type(wrong).__name__}: {wrong})") from wrong
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in found.items():
-        plain = name
         for prefix in prefixes:
-            plain = plain.removeprefix(prefix)
-        if not plain.endswith("rotary_emb.inv_freq"):  # follows from the configuration
-            tensors[plain] = tensor
+            name = name.removeprefix(prefix)
+        if not name.endswith("rotary_emb.inv_freq"):  # follows from the configuration
+            tensors[name] = tensor
     return tensors
 
 

@@ -98,9 +98,6 @@ class Linear(torch.nn.Module):
         """Rows [n, in] of the weight, for these outputs int64[n]."""
         return cpu_kernels.unpacked(self.packed, outputs, self.in_features, self.dtype)
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self.dtype}"
-
 
 class Slice(torch.nn.Module):
     """Some outputs of a joined layer: what the network's own module computes."""
@@ -137,7 +134,7 @@ def replace_linears(network: Any, sample: Callable[[], torch.Tensor]) -> bool:
             _join(layer.mlp, ("gate_proj", "up_proj"))
     for (parent, name), child in before.items():
         if getattr(parent, name) is child:
-            setattr(parent, name, Linear(child.weight.detach(), _detached(child.bias)))
+            setattr(parent, name, Linear(child.weight, child.bias))
     if _is_near(sample, expected):
         return True
     for (parent, name), child in before.items():
@@ -147,22 +144,11 @@ def replace_linears(network: Any, sample: Callable[[], torch.Tensor]) -> bool:
 
 def _join(parent: Any, names: Sequence[str]) -> None:
     own = [getattr(parent, name) for name in names]
-    bias = None
-    if any(linear.bias is not None for linear in own):
-        bias = torch.cat(
-            [
-                linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
-                for linear in own
-            ]
-        )
-    joined, at = Linear(torch.cat([linear.weight.detach() for linear in own]), bias), 0
+    bias = None if own[0].bias is None else torch.cat([linear.bias for linear in own])
+    joined, at = Linear(torch.cat([linear.weight for linear in own]), bias), 0
     for name, part in zip(names, own, strict=True):
         setattr(parent, name, Slice(joined, at, part.out_features))
         at += part.out_features
-
-
-def _detached(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None else bias.detach()
 
 
 def _is_near(sample: Callable[[], torch.Tensor], expected: torch.Tensor) -> bool:
@@ -250,7 +236,6 @@ class DecoderLayers:
             if layer.amx != self._amx or layer.settings[:-1] != self._settings[:-1] or layer.num_q != layers[0].num_q:
                 raise ValueError("layers differ in the scale of attention, in a norm's eps or in their arithmetic")
         self._cells: list[PagedLayer] = []
-        self._no_places = np.full(len(layers), -1)
 
     def __call__(
         self, x: Any, step: Step, cells: Sequence[PagedLayer], *, read: Any = None, exposed: Sequence[int] = ()
@@ -266,10 +251,8 @@ class DecoderLayers:
             self._read_from(cells)
         scratch = self._scratch(len(x), read)
         rows = LayerRows(self._rotations.cos, self._rotations.sin, step.positions.numpy(), step.write.numpy())
-        place_of_state, states = self._no_places, np.empty((len(exposed), *x.shape), np.float32)
-        if exposed:
-            place_of_state = place_of_state.copy()
-            place_of_state[list(exposed)] = np.arange(len(exposed))
+        place_of_state, states = np.full(len(cells), -1), np.empty((len(exposed), *x.shape), np.float32)
+        place_of_state[list(exposed)] = np.arange(len(exposed))
         for first, last in self._runs:
             decoder_layers(
                 x,
@@ -382,8 +365,7 @@ def is_llama(network: Any) -> bool:
     published = type(network).__module__
     if network.config.model_type not in KINDS or not published.startswith("transformers.models."):
         return False
-    body: Any = getattr(network, "model", None)
-    if {*_names(network)} != {"model", "lm_head"} or {*_names(body)} != BODY:
+    if _names(network) != {"model", "lm_head"} or _names(body := network.model) != BODY:
         return False
     if getattr(body.rotary_emb, "rope_type", "") not in FIXED_ROPE:
         return False
@@ -400,10 +382,10 @@ def _is_as_published(part: Any, published: str) -> bool:
 
 
 def _is_known_layer(layer: Any) -> bool:
-    if {*_names(layer)} != LAYER:
+    if _names(layer) != LAYER:
         return False
     attention, mlp = layer.self_attn, layer.mlp
-    if {*_names(attention)} not in (ATTENTION, ATTENTION | HEAD_NORMS) or {*_names(mlp)} != MLP:
+    if _names(attention) not in (ATTENTION, ATTENTION | HEAD_NORMS) or _names(mlp) != MLP:
         return False
     joined = ((attention, ATTENTION), (mlp, MLP - {"act_fn"}))
     return all(_is_plain(getattr(of, name)) for of, names in joined for name in names)
@@ -420,5 +402,5 @@ def _is_plain(part: torch.nn.Module) -> bool:
     return known and type(weight) is torch.Tensor  # a quantised or shared one is of another class
 
 
-def _names(module: Any) -> list[str]:
-    return [] if module is None else [name for name, _ in module.named_children()]
+def _names(module: torch.nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}

@@ -56,38 +56,32 @@ class HuggingFaceModel(Slots):
         capture: Capture | None = None,
     ):
         self.network, self.tokenizer, self._group = network.eval().requires_grad_(False), tokenizer, group
-        config = network.config.get_text_config()
-        wanted = max_len or DEFAULT_MAX_LEN
-        max_positions = min(context_of(config) or wanted, wanted)
-        vocab = int(network.get_input_embeddings().weight.shape[0])
-        num_parameters, identity = sum(p.numel() for p in network.parameters()), fingerprint(network, adapter)
+        info = replace(
+            describe(network, name, tokenizer, max_len),
+            num_parameters=sum(p.numel() for p in network.parameters()),
+            fingerprint=fingerprint(network, adapter),
+        )
         weights = num_bytes(network)
         fast = fast and group is None and replace_linears(network, lambda: _sample(network))
         try:
-            size = Size.of(max_slots, max_positions, tree_room, BLOCK_SIZE, kv_cache_tokens)
+            size = Size.of(max_slots, info.max_positions, tree_room, BLOCK_SIZE, kv_cache_tokens)
         except ValueError as wrong:
             raise ConfigurationError(f"model: {name!r}: {wrong}") from wrong
-        super().__init__(size, vocab, identity)
-        self._num_ids = vocab if tokenizer is None else min(num_ids(tokenizer), vocab)
+        super().__init__(size, info.vocab_size, info.fingerprint)
+        self._num_ids = info.vocab_size if tokenizer is None else num_ids(tokenizer)
         agreed = (lambda report: report) if group is None else group.agreed
-        self.probe_report = choose_attention(network, attn, max_positions, agreed)
-        self.llama = choose_llama(network, self.probe_report, max_positions) if fast else None
-        self._pass = self._make_pass(config, capture)
+        self.probe_report = choose_attention(network, attn, info.max_positions, agreed)
+        self.llama = choose_llama(network, self.probe_report, info.max_positions) if fast else None
+        self._pass = self._make_pass(capture)
         self.memory = MemoryPlan(weights, self.probe_report.bytes_per_token, size)
-        self.info = ModelInfo(
-            name=name,
-            vocab_size=vocab,
-            max_positions=max_positions,
-            eos_ids=eos_ids(network),
-            tokenizer_hash="" if tokenizer is None else content_hash(tokenizer),
-            num_parameters=num_parameters,
+        self.info = replace(
+            info,
             supports_trees=self.probe_report.ok,
-            fingerprint=identity,
             lossless=LosslessLevel.DISTRIBUTION if self.llama is None else LosslessLevel.BITWISE,
         )
 
-    def _make_pass(self, config: Any, capture: Capture | None) -> ForwardPass | LeadingPass:
-        windows = layer_windows(config)
+    def _make_pass(self, capture: Capture | None) -> ForwardPass | LeadingPass:
+        windows = layer_windows(self.network.config.get_text_config())
         own: ForwardPass
         if not self.probe_report.ok or windows is None:
             own = PathPass(self.network, self.size)
@@ -132,7 +126,19 @@ class HuggingFaceModel(Slots):
         self._pass.move(self.commit_cells(slot, node, keep_below=keep_below))
 
 
-def eos_ids(network: Any) -> tuple[int, ...]:
+def describe(network: Any, name: str, tokenizer: Any, max_len: int | None) -> ModelInfo:
+    """What the configuration and the tokenizer (or None) say of a network."""
+    longest = max_len or DEFAULT_MAX_LEN
+    return ModelInfo(
+        name=name,
+        vocab_size=len(network.get_input_embeddings().weight),
+        max_positions=min(_context_of(network.config.get_text_config()) or longest, longest),
+        eos_ids=_eos_ids(network),
+        tokenizer_hash="" if tokenizer is None else content_hash(tokenizer),
+    )
+
+
+def _eos_ids(network: Any) -> tuple[int, ...]:
     """All end-of-text ids of the model's configuration, ascending."""
     for config in (getattr(network, "generation_config", None), network.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)
@@ -147,7 +153,7 @@ def _sample(network: Any) -> torch.Tensor:
     return logits
 
 
-def context_of(config: Any) -> int | None:
+def _context_of(config: Any) -> int | None:
     """Context length of the network; None if its configuration does not give one."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(config, name, None)

@@ -37,16 +37,15 @@ T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 IDLE_TIMEOUT = timedelta(days=365)  # between two steps; the loss of a rank is noticed by its closed socket
 MAX_MESSAGE_BYTES = 1 << 28  # far above the message of the largest forward
-START_TIMEOUT = timedelta(
-    days=1
-)  # for all ranks to be started; machines may download first. Their supervisor sets a shorter bound, such as a startup probe
+# For all ranks to be started; machines may download first. Their supervisor sets a shorter bound, such as a startup probe.
+START_TIMEOUT = timedelta(days=1)
 STEP_TIMEOUT = timedelta(minutes=5)  # for the slowest collective of a forward or of loading
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The machines that share a model, as in torchrun: their number and the index of this one. `host`, `port`: address of rank 0's store,
-    which the first machine opens (port 0: any free one)."""
+    """The machines that share a model, as in torchrun: their number and the index of this one, each with as many ranks. `host`, `port`:
+    address of rank 0's store, which the first machine opens (port 0: any free one)."""
 
     count: int = 1
     index: int = 0
@@ -54,35 +53,21 @@ class Nodes:
     port: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Position of a process among the ranks of a model. `per_node`: ranks per machine; `host`, `port`: address of rank 0's store."""
-
-    index: int
-    size: int
-    per_node: int
-    host: str
-    port: int
-
-
 class Group:
     """Membership of this process in the ranks of a model. At most one per process."""
 
-    def __init__(self, place: Place, device: str, store: Any = None):
-        """`store`: rank 0's own (`meeting_point`)."""
+    def __init__(self, index: int, size: int, *, nodes: Nodes, device: str, store: Any = None):
+        """`index` of `size` ranks. `store`: rank 0's own (`open_store`)."""
         kind = torch.device(device).type
         if kind not in BACKENDS:
             raise ConfigurationError(f"device: {device!r} cannot share a model between ranks; use cpu or cuda")
         if kind == "cpu" and torch.cuda.is_available():
             raise ConfigurationError("device: with tensor_parallel a machine with GPUs uses them; set device to cuda")
-        if store is None:
-            store = _store(place.host, place.port, place.size, is_master=False)
-        self.index, self.size = place.index, place.size
+        store = store or open_store(nodes, size, is_master=False)
+        self.index, self.size = index, size
         self.lost: Future[None] = Future()  # done when the loss of a rank is noticed
-        assemble(store, place.index, place.size)
-        dist.init_process_group(
-            BACKENDS[kind], store=store, rank=place.index, world_size=place.size, timeout=STEP_TIMEOUT
-        )
+        assemble(store, index, size)
+        dist.init_process_group(BACKENDS[kind], store=store, rank=index, world_size=size, timeout=STEP_TIMEOUT)
         self._control = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
 
     @property
@@ -127,14 +112,10 @@ class Group:
         dist.destroy_process_group()
 
 
-def meeting_point(nodes: Nodes, size: int) -> Any:
-    """The store of rank 0, through which ranks find each other."""
-    return _store(nodes.host, nodes.port, size, is_master=True)
-
-
-def _store(host: str, port: int, size: int, *, is_master: bool) -> Any:
+def open_store(nodes: Nodes, size: int, *, is_master: bool) -> Any:
+    """The store of rank 0, its `master`, through which ranks find each other."""
     store = dist.TCPStore  # type: ignore[attr-defined]  # torch does not say that it exports it
-    return store(host, port, size, is_master=is_master, wait_for_workers=False, timeout=START_TIMEOUT)
+    return store(nodes.host, nodes.port, size, is_master=is_master, wait_for_workers=False, timeout=START_TIMEOUT)
 
 
 def assemble(store: Any, index: int, size: int) -> None:

@@ -159,17 +159,14 @@ class PathPass:
 
     def _rows(self, entry: Entry, missing: set[int]) -> dict[int, torch.Tensor]:
         """Logits [V] by new row. One forward over a path gives those of all wanted rows on it."""
-        plan, table = entry.plan, entry.table
+        plan = entry.plan
         old = len(plan.scratch) - plan.num_rows
-        committed = table.cells(np.arange(plan.length))
         found: dict[int, torch.Tensor] = {}
         while missing:
-            path = np.flatnonzero(plan.sees[max(missing)])
-            path = path[np.argsort(plan.position[path])]
-            tokens = self.token[np.concatenate([committed, table.cells(plan.scratch[path])])]
-            ids = torch.from_numpy(tokens[None]).to(self.device)
+            last = max(missing)
+            ids = torch.from_numpy(self.token[entry.cells_seen(last)][None]).to(self.device)
             logits = self.network(input_ids=ids, use_cache=False).logits[0]
-            for i, row in enumerate((path - old).tolist()):
+            for i, row in enumerate((entry.path(last) - old).tolist()):
                 if row in missing:
                     found[row] = logits[plan.length + i]
                     missing.discard(row)

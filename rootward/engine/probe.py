@@ -55,23 +55,17 @@ def choose_attention(
 
     `agreed` is called with each report and returns that of rank 0: processes that share a network must choose the same.
     """
-    why = refusal(network, max_positions)
-    if why:
+    if why := refusal(network, max_positions):
         return ProbeReport(False, reason=why)
     before = network.config._attn_implementation
+    ours = tree_attention.NAMES if attn == "sdpa" and tree_attention.serves(network.device) else ()
     report = ProbeReport(False)
-    for attention in _candidates(network, attn):
+    for attention in dict.fromkeys([*ours, attn, "eager"]):
         report = agreed(_attempt(network, attention))
         if report.ok:
             return report
     network.set_attn_implementation(before)
     return report
-
-
-def _candidates(network: Any, attn: str) -> list[str]:
-    """Attention implementations in the order of preference."""
-    ours = tree_attention.NAMES if attn == "sdpa" and tree_attention.serves(network.device) else ()
-    return list(dict.fromkeys([*ours, attn, "eager"]))
 
 
 def _attempt(network: Any, attention: str) -> ProbeReport:
@@ -82,7 +76,7 @@ def _attempt(network: Any, attention: str) -> ProbeReport:
     except Exception as wrong:
         why = f"{attention} attention: {type(wrong).__name__}: {first_line(wrong)}"
         return ProbeReport(False, attention, reason=why)
-    tolerance = TOLERANCE.get(network.dtype, HALF_TOLERANCE)
+    tolerance = _tolerance(network)
     if error <= tolerance:  # false for NaN
         return ProbeReport(True, attention, error, bytes_per_token=bytes_per_token)
     why = f"{attention} attention: tree rows are off by {error:.1e}, tolerance {tolerance:.1e}"
@@ -92,20 +86,22 @@ def _attempt(network: Any, attention: str) -> ProbeReport:
 def choose_llama(network: Any, report: ProbeReport, max_positions: int) -> LlamaNetwork | None:
     """A `LlamaNetwork` that computes the same as the network in fewer operations; None if the architecture is another one or the probe
     fails. The network's linear layers have been replaced."""
-    if report.attention not in tree_attention.NAMES:
+    if report.attention not in tree_attention.NAMES or not is_llama(network):
         return None
     try:
-        if not is_llama(network):
-            return None
         short = LlamaNetwork(network, max(max_positions, NUM_CELLS))
         error, _ = probe(network, short)
+        if error <= _tolerance(network):  # false for NaN
+            return short
+        why = f"it is off by {error:.1e}"
     except Exception as wrong:  # a failure of the fast form must not keep the network from being served
-        log.warning("%s runs as it is; in fewer operations: %s", type(network).__name__, wrong)
-        return None
-    if error <= TOLERANCE.get(network.dtype, HALF_TOLERANCE):  # false for NaN
-        return short
-    log.warning("%s runs as it is; in fewer operations it is off by %.1e", type(network).__name__, error)
+        why = str(wrong)
+    log.warning("%s runs as it is; in fewer operations: %s", type(network).__name__, why)
     return None
+
+
+def _tolerance(network: Any) -> float:
+    return TOLERANCE.get(network.dtype, HALF_TOLERANCE)
 
 
 @torch.inference_mode()
@@ -134,19 +130,17 @@ def _compare(tree: TreePass, path: PathPass, slots: Slots) -> float:
     def chains(lengths: tuple[int, ...]) -> list[Rows]:
         return [Rows.chain(s, 100, tokens(lengths[s])) for s in order]
 
+    def tree_of(slot: int, parents: list[int]) -> Rows:
+        return Rows(slot, np.arange(len(parents)), np.array(parents), np.array(tokens(len(parents))))
+
     for _ in order:
         slots.open()
     worst = 0.0
-    trees = [
-        Rows(s, np.arange(len(PARENTS[s])), np.array(PARENTS[s]), np.array(tokens(len(PARENTS[s])))) for s in order
-    ]
-    # One entry has no padding.
-    alone = Rows(0, np.arange(3), np.array(PARENTS[2]), np.array(tokens(3)))
     steps = (
         (chains(PREFIXES), [99 + PREFIXES[s] for s in order]),
-        (trees, [STOPS[s] for s in order]),
+        ([tree_of(s, PARENTS[s]) for s in order], [STOPS[s] for s in order]),
         (chains((1, 1, 1)), [100, 100, 100]),
-        ([alone], [2]),
+        ([tree_of(0, PARENTS[2])], [2]),  # one entry has no padding
     )
     for batch, stops in steps:
         kept = kept_rows(

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Self
 
-from rootward.engine.parallel import Group, Nodes, Place, meeting_point
+from rootward.engine.parallel import Group, Nodes, open_store
 from rootward.errors import ConfigurationError, ModelLost, first_line
 
 log = logging.getLogger(__name__)
@@ -46,10 +46,10 @@ class Ranks:
         """Start the other ranks of this machine. They call `load` while the caller loads its own model with `group`. `nodes`: the machines
         of all ranks; this is the first, the others run `Followers`."""
         nodes = nodes or Nodes()
-        store = meeting_point(nodes, size)
-        places = _places(replace(nodes, port=store.port), size)
-        processes = _started(places[1:], load, device)  # first: a group waits until it is complete
-        return cls(Group(places[0], device, store), processes)
+        store = open_store(nodes, size, is_master=True)
+        nodes = replace(nodes, port=store.port)
+        processes = _started(size, load, device, nodes=nodes)  # first: a group waits until it is complete
+        return cls(Group(0, size, nodes=nodes, device=device, store=store), processes)
 
     def __enter__(self) -> Self:
         return self
@@ -90,7 +90,7 @@ class Followers:
 
     def __init__(self, size: int, load: Load, device: str, nodes: Nodes):
         self._loaded, self._report_loaded = multiprocessing.Pipe(duplex=False)  # a message of each rank that has loaded
-        self._processes = _started(_places(nodes, size), load, device, self._report_loaded)
+        self._processes = _started(size, load, device, nodes=nodes, report_loaded=self._report_loaded)
 
     def wait(self, loaded: Callable[[], object]) -> None:
         """Wait until all have ended; `loaded` is called once all have loaded. ModelLost if one fails; the others are then killed."""
@@ -115,37 +115,32 @@ class Followers:
             process.kill()
 
 
-def _places(nodes: Nodes, size: int) -> list[Place]:
-    """Positions of the ranks on this machine."""
-    per_node = size // nodes.count
-    first = nodes.index * per_node
-    return [Place(first + i, size, per_node, nodes.host, nodes.port) for i in range(per_node)]
-
-
 def _started(
-    places: Sequence[Place], load: Load, device: str, report_loaded: Connection | None = None
+    size: int, load: Load, device: str, *, nodes: Nodes, report_loaded: Connection | None = None
 ) -> list[BaseProcess]:
-    spawn = multiprocessing.get_context("spawn")
+    """The ranks of this machine, without rank 0, which is the caller."""
+    spawn, per_node = multiprocessing.get_context("spawn"), size // nodes.count
     processes: list[BaseProcess] = [
         spawn.Process(
-            target=run_rank, args=(place, load, device, report_loaded), name=f"rank {place.index}", daemon=True
+            target=run_rank, args=(index, size, load, device, nodes, report_loaded), name=f"rank {index}", daemon=True
         )
-        for place in places
+        for index in range(nodes.index * per_node, (nodes.index + 1) * per_node)
+        if index > 0
     ]
     for process in processes:
         process.start()
     return processes
 
 
-def run_rank(place: Place, load: Load, device: str, report_loaded: Connection | None) -> None:
+def run_rank(index: int, size: int, load: Load, device: str, nodes: Nodes, report_loaded: Connection | None) -> None:
     """Main function of a rank other than 0. It ends when rank 0 dismisses it or is gone; it ignores signals, which are sent to all
     processes of a service. `report_loaded`: gets a message when the model is loaded."""
     from rootward.host import as_rank
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    as_rank(place.index, place.size, per_node=place.per_node)
-    group = Group(place, device)
+    as_rank(index, size, per_node=size // nodes.count)
+    group = Group(index, size, nodes=nodes, device=device)
     try:
         model = load(group=group)
     except ConfigurationError as wrong:
@@ -155,5 +150,5 @@ def run_rank(place: Place, load: Load, device: str, report_loaded: Connection | 
     try:
         model.follow()
     except (RuntimeError, ValueError) as wrong:
-        sys.exit(f"rootward rank {place.index}: rank 0 is gone or out of step ({first_line(wrong)})")
+        sys.exit(f"rootward rank {index}: rank 0 is gone or out of step ({first_line(wrong)})")
     group.close()

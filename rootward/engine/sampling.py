@@ -136,7 +136,7 @@ def _top_p(scores_TV: torch.Tensor, top_p: list[float]) -> torch.Tensor:
 
 
 def _cut_tail(scores_TV: torch.Tensor, p_T1: torch.Tensor, num_candidates: tuple[int, ...]) -> torch.Tensor:
-    """Scores with -inf outside the nucleus, on a device. Rows that the first number of candidates leaves open are tried with the next."""
+    """Scores with -inf outside the nucleus, on a device. Rows that too few candidates leave undecided are tried with the next number."""
     vocab = scores_TV.shape[1]
     num = min(num_candidates[0], vocab) if num_candidates else vocab
     cut, decided = _nucleus(scores_TV, p_T1, num)
@@ -148,22 +148,13 @@ def _cut_tail(scores_TV: torch.Tensor, p_T1: torch.Tensor, num_candidates: tuple
 
 def _nucleus(scores_TV: torch.Tensor, p_T1: torch.Tensor, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(scores with -inf outside the nucleus, bool[T]: whether this many candidates were enough to decide the row)."""
-    best_TC, ids_TC = torch.topk(scores_TV, num_candidates, dim=-1)
+    if num_candidates == scores_TV.shape[1]:
+        best_TC, ids_TC = scores_TV.sort(dim=-1, descending=True, stable=True)
+    else:
+        best_TC, ids_TC = smaller_ids_first(*torch.topk(scores_TV, num_candidates, dim=-1))
     mass_TC = scores_TV.softmax(-1).gather(1, ids_TC).double()
-    above_TC = mass_TC.cumsum(-1) - mass_TC
-    size_T1 = (above_TC < p_T1).sum(-1, keepdim=True).clamp(min=1)
+    size_T1 = (mass_TC.cumsum(-1) - mass_TC < p_T1).sum(-1, keepdim=True).clamp(min=1)
+    outside_TC = torch.arange(num_candidates, device=scores_TV.device) >= size_T1
+    cut = torch.full_like(scores_TV, -torch.inf).scatter_(1, ids_TC, best_TC.masked_fill(outside_TC, -torch.inf))
     edge_T1 = best_TC.gather(1, size_T1 - 1)
-    next_T1 = best_TC.gather(1, size_T1.clamp(max=num_candidates - 1))
-    enough = size_T1[:, 0] < num_candidates
-    cut = torch.where(scores_TV < edge_T1, -torch.inf, scores_TV)
-    tied = (next_T1 == edge_T1)[:, 0] & enough  # of several tokens at the edge those with the smaller ids are kept
-    if bool(tied.any()):
-        chosen = _largest(scores_TV[tied], edge_T1[tied], size_T1[tied])
-        cut[tied] = torch.where(chosen, scores_TV[tied], -torch.inf)
-    return cut, enough
-
-
-def _largest(values_TV: torch.Tensor, edge_T1: torch.Tensor, num_T1: torch.Tensor) -> torch.Tensor:
-    """bool[T, V]: tokens above the edge and, of those at the edge, the ones with the smallest ids; `num_T1` in all."""
-    above, on = values_TV > edge_T1, values_TV == edge_T1
-    return above | (on & (on.cumsum(-1) <= num_T1 - above.sum(-1, keepdim=True)))
+    return cut, (edge_T1 > best_TC[:, -1:])[:, 0]  # all tokens as likely as the last one kept are candidates

@@ -69,6 +69,16 @@ class Entry:
     plan: Placement
     table: BlockTable
 
+    def path(self, row: int) -> Ints:
+        """Indices of the uncommitted nodes that a row sees, in the order of positions, its own the last."""
+        seen = np.flatnonzero(self.plan.sees[row])
+        return seen[np.argsort(self.plan.position[seen])]
+
+    def cells_seen(self, row: int, *, start: int = 0) -> Ints:
+        """Cells of the storage that a row sees, from position `start` of the committed text on, in the order of positions."""
+        committed = np.arange(start, self.plan.length)
+        return self.table.cells(np.concatenate([committed, self.plan.scratch[self.path(row)]]))
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
@@ -78,20 +88,15 @@ class MemoryPlan:
     bytes_per_token: int
     size: Size
 
-    @property
-    def kv(self) -> int:
-        return self.bytes_per_token * self.size.storage
-
     def __str__(self) -> str:
         size = self.size
         weights = f"weights {_mib(self.weights)}"
         if not self.bytes_per_token:
             return f"memory plan: {weights}, no KV cache"
-        whole = size.num_slots * size.num_cells
         return (
-            f"memory plan: {weights}, KV cache {_mib(self.kv)} = {size.num_blocks} blocks of {size.block_size} tokens "
-            f"of {self.bytes_per_token / 1024:.1f} KiB; {size.storage} tokens fit, {size.num_slots} sessions at their longest "
-            f"take {whole}"
+            f"memory plan: {weights}, KV cache {_mib(self.bytes_per_token * size.storage)} = {size.num_blocks} blocks "
+            f"of {size.block_size} tokens of {self.bytes_per_token / 1024:.1f} KiB; {size.storage} tokens fit, "
+            f"{size.num_slots} sessions at their longest take {size.num_slots * size.num_cells}"
         )
 
 
@@ -178,13 +183,12 @@ class Slots:
         changed."""
         entries = self._entries(batch)
         sessions = [self.session(rows.slot) for rows in batch]
-        missing = [self._blocks(e.plan.end) - len(e.table) for e in entries]
-        needed = sum(max(0, num) for num in missing)
-        if needed > self.pool.num_available:
-            raise KvFull(needed, self.pool.num_available)
+        missing = [max(0, self._blocks(e.plan.end) - len(e.table)) for e in entries]
+        if sum(missing) > self.pool.num_available:
+            raise KvFull(sum(missing), self.pool.num_available)
         try:
             for rows, session, num in zip(batch, sessions, missing, strict=True):
-                if num > 0:
+                if num:
                     session.table.extend(self.pool.take(num, self._next_block(rows.slot, session.table)))
             yield entries
             for session, entry in zip(sessions, entries, strict=True):

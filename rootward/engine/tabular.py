@@ -11,19 +11,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from itertools import product
+from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rootward.core.arrays import Ints
 from rootward.engine.atoms import reduced
 from rootward.engine.slots import Entry, Size, Slots, kept_rows
 from rootward.ports import LosslessLevel, ModelInfo, Reduction, Rows
 
 MAX_CACHED_LAWS = 65536
-MAX_LAID_OUT = 1 << 23  # numbers: 64 MiB
 
 
 class TabularModel(Slots):
@@ -61,14 +59,11 @@ class TabularModel(Slots):
         self._check(max_positions)
         size = Size.of(max_slots, max_positions, tree_room, block_size, kv_cache_tokens)
         self._token = np.zeros(size.storage, dtype=np.int64)  # what each cell holds
-        self._laws: dict[tuple[int, ...], NDArray[np.float64]] = {}
+        self._log_law = lru_cache(MAX_CACHED_LAWS)(self._compute)  # by the last `order` tokens
         self._exposed: tuple[int, ...] = ()
         self._last: list[Entry] = []  # of the last forward
         self.info = self._describe(max_positions)
         super().__init__(size, vocab, self.info.fingerprint)
-        if step_ms and vocab ** (order + 1) <= MAX_LAID_OUT:  # so that the first step with a context takes no longer
-            for key in product(range(vocab), repeat=order):
-                self.log_law(key)
 
     def _check(self, max_positions: int) -> None:
         """ValueError that names the first argument out of range."""
@@ -129,13 +124,7 @@ class TabularModel(Slots):
 
     def log_law(self, context: Sequence[int]) -> NDArray[np.float64]:
         """float64[V]: its logarithm. Read-only."""
-        key = tuple(_last(list(map(int, context)), self.order))
-        found = self._laws.get(key)
-        if found is None:
-            if len(self._laws) >= MAX_CACHED_LAWS:
-                self._laws.clear()
-            found = self._laws[key] = self._compute(key)
-        return found
+        return self._log_law(tuple(map(int, context[max(0, len(context) - self.order) :])))
 
     def _compute(self, key: tuple[int, ...]) -> NDArray[np.float64]:
         rng = np.random.default_rng([1, self.seed, *(t + 1 for t in key)])
@@ -151,14 +140,7 @@ class TabularModel(Slots):
         return logits
 
     def _context(self, entry: Entry, row: int) -> list[int]:
-        """The tokens that the row sees: the last committed ones, then the nodes of its mask by position."""
-        plan = entry.plan
-        seen: Ints = np.flatnonzero(plan.sees[row])
-        seen = seen[np.argsort(plan.position[seen], kind="stable")]
-        committed = np.arange(max(0, plan.length - self.order), plan.length)
-        tokens: list[int] = self._token[entry.table.cells(np.concatenate([committed, plan.scratch[seen]]))].tolist()
+        """The last tokens that the row sees."""
+        cells = entry.cells_seen(row, start=max(0, entry.plan.length - self.order))
+        tokens: list[int] = self._token[cells].tolist()
         return tokens
-
-
-def _last(tokens: list[int], num: int) -> list[int]:
-    return tokens[max(len(tokens) - num, 0) :]

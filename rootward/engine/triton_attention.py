@@ -38,19 +38,18 @@ class Plan:
 
 @dataclass(slots=True)
 class Buffers:
-    """Memory for partial results, kept between calls and shared by all layers of a step.
+    """Memory for partial results on the network's device, kept between calls and shared by all layers of a step.
 
     Memory that became too small is kept, because a captured CUDA graph may write to it. Capture the largest step first.
     """
 
-    _grown: dict[torch.device, list[torch.Tensor]] = field(default_factory=dict)
+    _grown: list[torch.Tensor] = field(default_factory=list)
 
     def take(self, num: int, device: torch.device) -> torch.Tensor:
         """float32[num], contents undefined."""
-        grown = self._grown.setdefault(device, [])
-        if not grown or len(grown[-1]) < num:
-            grown.append(torch.empty(num, dtype=torch.float32, device=device))
-        return grown[-1][:num]
+        if not self._grown or len(self._grown[-1]) < num:
+            self._grown.append(torch.empty(num, dtype=torch.float32, device=device))
+        return self._grown[-1][:num]
 
 
 def is_available(device: torch.device) -> bool:
