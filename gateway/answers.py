@@ -19,7 +19,7 @@ from gateway.schemas import ChatRequest, GenerationBody
 from gateway.service import GatewayService
 from gateway.tokenizer import CHARACTERS_PER_TOKEN, Tokenizer
 from gateway.tools import CallFormat, CallParser, CallPart
-from rootward.client.types import Round, Usage
+from rootward.client.types import Round
 from rootward.core.requests import FinishReason, SpeculationStats, TokenLogprob
 from rootward.errors import InvalidRequest
 from rootward.ports import ModelInfo
@@ -184,8 +184,19 @@ class Answer:
 
     def _usage(self) -> Json:
         counts = self.tally.usage
-        shown = replace(counts, completion_tokens=0) if self.body.only_echoes else counts
-        return usage_object(shown, reasoning_tokens=self.num_reasoning_tokens)
+        if self.body.only_echoes:
+            counts = replace(counts, completion_tokens=0)
+        details = {"reasoning_tokens": self.num_reasoning_tokens}
+        for name in ("accepted_prediction_tokens", "rejected_prediction_tokens"):
+            if (count := getattr(counts, name)) is not None:
+                details[name] = count
+        return {
+            "prompt_tokens": counts.prompt_tokens,
+            "completion_tokens": counts.completion_tokens,
+            "total_tokens": counts.total_tokens,
+            "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
+            "completion_tokens_details": details,
+        }
 
     def _metrics(self) -> Json:
         """vLLM's statistics of a single output, if the request has `speculation`."""
@@ -338,20 +349,6 @@ def round_object(one: Round, names: TokenNames) -> Json:
         "nodes": [{"token": names(token).text, "parent": parent} for token, parent in nodes],
         "path": list(one.path),
         "tokens": [names(token).text for token in one.token_ids],
-    }
-
-
-def usage_object(counts: Usage, *, reasoning_tokens: int = 0) -> Json:
-    details = {"reasoning_tokens": reasoning_tokens}
-    for name in ("accepted_prediction_tokens", "rejected_prediction_tokens"):
-        if (count := getattr(counts, name)) is not None:
-            details[name] = count
-    return {
-        "prompt_tokens": counts.prompt_tokens,
-        "completion_tokens": counts.completion_tokens,
-        "total_tokens": counts.total_tokens,
-        "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
-        "completion_tokens_details": details,
     }
 
 

@@ -200,7 +200,7 @@ class CallInMessage(Body):
 
 
 class Message(Body):
-    harmless: ClassVar = {"annotations": ([],), "name": ("",)}
+    harmless: ClassVar = {"annotations": ([],)}
 
     role: Annotated[str, AfterValidator(_role), WithJsonSchema({"enum": list(ROLES)})]
     name: str = ""
