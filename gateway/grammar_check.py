@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import accumulate
@@ -54,7 +55,8 @@ class GrammarCheck:
         """InvalidGrammar for a form that does not compile within the limits."""
         fix = beyond_limits(wanted)
         if fix is None and self._tokenizer and eos_ids:  # otherwise verifiers refuse forms without compiling them
-            fix = await self._compiled(wanted, vocab_size, eos_ids)
+            vocabulary = {"tokenizer": self._tokenizer, "vocab_size": vocab_size, "eos_ids": eos_ids}
+            fix = await self._compiled(wanted, vocabulary)
         if fix is not None:
             begin = wanted.text if len(wanted.text) <= 32 else f"{wanted.text[:31]}…"
             raise InvalidGrammar(wanted.form.value, begin, fix)
@@ -67,19 +69,19 @@ class GrammarCheck:
                 child.kill()
             await child.wait()
 
-    async def _compiled(self, wanted: Structure, vocab_size: int, eos_ids: tuple[int, ...]) -> str | None:
+    async def _compiled(self, wanted: Structure, vocabulary: Mapping[str, object]) -> str | None:
         """What to change in the form; None if it compiles."""
         key = blake2b(f"{wanted.form.value} {wanted.text}".encode(), digest_size=16).digest()
         async with self._exclusive:
             if key not in self._fixes:
-                self._fixes[key] = await self._ask(wanted, vocab_size, eos_ids)
+                self._fixes[key] = await self._ask(wanted, vocabulary)
                 if len(self._fixes) > MAX_REMEMBERED:
                     del self._fixes[next(iter(self._fixes))]  # the oldest
             return self._fixes[key]
 
-    async def _ask(self, wanted: Structure, vocab_size: int, eos_ids: tuple[int, ...]) -> str | None:
+    async def _ask(self, wanted: Structure, vocabulary: Mapping[str, object]) -> str | None:
         try:
-            child = await self._running(vocab_size, eos_ids)
+            child = await self._running(vocabulary)
             async with asyncio.timeout(COMPILE_S):
                 answer = await _exchange(child, {"form": wanted.form.value, "text": wanted.text})
         except (TimeoutError, OSError, EOFError) as error:
@@ -94,25 +96,24 @@ class GrammarCheck:
         fix: str | None = answer["fix"]
         return fix
 
-    async def _running(self, vocab_size: int, eos_ids: tuple[int, ...]) -> Process:
+    async def _running(self, vocabulary: Mapping[str, object]) -> Process:
         """The child that has read the vocabulary. If it ends before that, which no form can cause, it is started once more."""
         child = self._child
         if child is not None and child.stdin is not None and not child.stdin.is_closing():
             return child  # checked by its pipe, since the end of a pipe is known before the end of its process
         try:
-            return await self._started(vocab_size, eos_ids)
+            return await self._started(vocabulary)
         except (ConnectionError, EOFError) as error:
             log.warning("grammar_check_ended_early", error=type(error).__name__)
-            return await self._started(vocab_size, eos_ids)
+            return await self._started(vocabulary)
 
-    async def _started(self, vocab_size: int, eos_ids: tuple[int, ...]) -> Process:
+    async def _started(self, vocabulary: Mapping[str, object]) -> Process:
         await self.close()
         command = (sys.executable, "-m", "gateway.grammar_check")
         child = self._child = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_ANSWER
         )
         async with asyncio.timeout(START_S):
-            vocabulary = {"tokenizer": self._tokenizer, "vocab_size": vocab_size, "eos_ids": eos_ids}
             await _exchange(child, vocabulary)
         return child
 
@@ -138,7 +139,7 @@ def json_depth(text: str) -> int:
     return max(accumulate(steps, initial=0))
 
 
-async def _exchange(child: Process, question: dict[str, Any]) -> dict[str, Any]:
+async def _exchange(child: Process, question: Mapping[str, object]) -> dict[str, Any]:
     """EOFError when the child ends without an answer."""
     assert child.stdin is not None
     assert child.stdout is not None
