@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from typing import ClassVar
 
@@ -15,12 +15,13 @@ from gateway.choices import Tally
 from gateway.detokenizer import REPLACEMENT, Output, Span, text_of
 from gateway.reasoning import OPEN, ThoughtParser
 from gateway.requests import Delta, Ending, GenerateRequest
-from gateway.schemas import GenerationBody
+from gateway.schemas import ChatRequest, GenerationBody
 from gateway.service import GatewayService
 from gateway.tokenizer import CHARACTERS_PER_TOKEN, Tokenizer
-from gateway.tools import CallParser, CallPart
-from rootward.client.types import Round, Usage
+from gateway.tools import CallFormat, CallParser, CallPart
+from rootward.client.types import Round
 from rootward.core.requests import FinishReason, SpeculationStats, TokenLogprob
+from rootward.errors import InvalidRequest
 from rootward.ports import ModelInfo
 
 LEAST_LOGPROB = -9999.0  # JSON has no -inf; vLLM writes the same number
@@ -58,22 +59,22 @@ class Answer:
     chunk_object: ClassVar[str]
     typed_events: ClassVar[bool] = False  # events of the stream are named by their types, and no [DONE] ends them
 
+    service: GatewayService
     body: GenerationBody
     request: GenerateRequest
-    service: GatewayService
-    num_outputs: int
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
-    tally: Tally = field(default_factory=Tally)
-    names: TokenNames = field(init=False)
+    tally: Tally = field(init=False)
     _num_echoed: dict[int, int] = field(default_factory=dict)  # characters of the echoed prompt, by output
 
     def __post_init__(self) -> None:
-        self.tally.num_choices = self.request.n
-        self.names = partial(token_name, self.service.tokenizer)
+        self.tally = Tally(self.request.n)
+
+    def names(self, token: int) -> TokenName:
+        return token_name(self.service.tokenizer, token)
 
     def _whole_choice(self, index: int, spans: Sequence[Span], ending: Ending) -> Json:
         """A choice of the whole answer, without its index and token ids."""
-        raise NotImplementedError
+        return self._chunk_choices(index, spans, ending, text_at=0, first=True)[0]
 
     def _chunk_choices(
         self, index: int, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool
@@ -98,7 +99,7 @@ class Answer:
     @property
     def resumable(self) -> bool:
         """A position in the text says where the stream is: there is one text, and all of it is sent as it comes."""
-        return self.num_outputs == 1
+        return self.request.n == 1 and len(self.body.prompts) <= 1
 
     def whole(self, spans: Mapping[int, Sequence[Span]]) -> Json:
         """The whole answer, from the spans of every output; their endings are in the tally."""
@@ -140,6 +141,10 @@ class Answer:
         """The whole answer or the last chunk, after the work that must precede its sending."""
         return final
 
+    def named(self, error: Exception) -> Exception:
+        """The error, under the name of the field that the gateway made the form of the output from."""
+        return error
+
     def failure(self, error: Json) -> Json:
         """The last chunk of a stream that fails; error: the body of an error response."""
         return error
@@ -179,8 +184,19 @@ class Answer:
 
     def _usage(self) -> Json:
         counts = self.tally.usage
-        shown = replace(counts, completion_tokens=0) if self.body.only_echoes else counts
-        return usage_object(shown, reasoning_tokens=self.num_reasoning_tokens)
+        if self.body.only_echoes:
+            counts = replace(counts, completion_tokens=0)
+        details = {"reasoning_tokens": self.num_reasoning_tokens}
+        for name in ("accepted_prediction_tokens", "rejected_prediction_tokens"):
+            if (count := getattr(counts, name)) is not None:
+                details[name] = count
+        return {
+            "prompt_tokens": counts.prompt_tokens,
+            "completion_tokens": counts.completion_tokens,
+            "total_tokens": counts.total_tokens,
+            "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
+            "completion_tokens_details": details,
+        }
 
     def _metrics(self) -> Json:
         """vLLM's statistics of a single output, if the request has `speculation`."""
@@ -194,9 +210,6 @@ class CompletionAnswer(Answer):
     """/v1/completions."""
 
     id_prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
-
-    def _whole_choice(self, index: int, spans: Sequence[Span], ending: Ending) -> Json:
-        return self._chunk_choices(index, spans, ending, text_at=0, first=True)[0]
 
     def _chunk_choices(
         self, index: int, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool
@@ -212,9 +225,9 @@ class ChatAnswer(Answer):
 
     id_prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    calls: Callable[[], CallParser] | None = None  # makes the parser of an output; None: there are no tools
-    named: bool = False  # the request names the function that is called
-    reasoning: bool = False  # thoughts in tags are separated from the text
+    body: ChatRequest
+    call_format: CallFormat | None  # None: there are no calls
+    reasoning: bool  # thoughts in tags are separated from the text
     _parsers: dict[int, CallParser] = field(default_factory=dict)  # by output
     _thoughts: dict[int, ThoughtParser] = field(default_factory=dict)  # by output
 
@@ -224,7 +237,13 @@ class ChatAnswer(Answer):
 
     @property
     def resumable(self) -> bool:
-        return self.num_outputs == 1 and self.calls is None and not self.reasoning
+        return self.request.n == 1 and self.call_format is None and not self.reasoning
+
+    def named(self, error: Exception) -> Exception:
+        structure = None if self.call_format is None else self.request.structure
+        if structure and isinstance(error, InvalidRequest) and error.field == structure.form.value:
+            return type(error)("tools", "given", error.fix)
+        return error
 
     def _whole_choice(self, index: int, spans: Sequence[Span], ending: Ending) -> Json:
         reasoning, parts = self._parts(index, spans, ended=True)
@@ -252,7 +271,7 @@ class ChatAnswer(Answer):
         deltas: list[Json] = [{"reasoning_content": reasoning}] if reasoning else []
         deltas += [{"content": part} if isinstance(part, str) else {"tool_calls": [call_delta(part)]} for part in parts]
         details = self.logprobs or self.body.return_token_ids or self.body.return_trees
-        unparsed = self.calls is None and not self.reasoning
+        unparsed = self.call_format is None and not self.reasoning
         if not deltas and (first or (spans and (details or unparsed))):
             deltas = [{"content": ""}]
         if first:
@@ -267,10 +286,16 @@ class ChatAnswer(Answer):
     def _parts(self, index: int, spans: Sequence[Span], *, ended: bool) -> tuple[str, list[str | CallPart]]:
         """(thoughts, texts and pieces of calls) that are final after these spans."""
         reasoning, text = self._without_thoughts(index, spans, ended=ended)
-        if self.calls is None:
+        if self.call_format is None:
             return reasoning, [text] if text else []
         if index not in self._parsers:
-            self._parsers[index] = self.calls()
+            self._parsers[index] = CallParser(
+                self.call_format,
+                names=[tool.function.name for tool in self.body.tools],
+                function=self.body.function,
+                forced=self.body.forces_calls,
+                parallel=self.body.parallel_tool_calls,
+            )
         parser = self._parsers[index]
         return reasoning, [*parser.push(text), *(parser.finish() if ended else ())]
 
@@ -290,7 +315,7 @@ class ChatAnswer(Answer):
     def _finish(self, index: int, ending: Ending) -> Json:
         """OpenAI's "tool_calls" is the reason of calls that the model chose."""
         called = index in self._parsers and self._parsers[index].num_calls > 0
-        chosen = called and not self.named and ending.reason is FinishReason.STOP
+        chosen = called and not self.body.function and ending.reason is FinishReason.STOP
         return finish(ending) | ({"finish_reason": "tool_calls"} if chosen else {})
 
     def _logprobs(self, spans: Sequence[Span]) -> Json | None:
@@ -324,20 +349,6 @@ def round_object(one: Round, names: TokenNames) -> Json:
         "nodes": [{"token": names(token).text, "parent": parent} for token, parent in nodes],
         "path": list(one.path),
         "tokens": [names(token).text for token in one.token_ids],
-    }
-
-
-def usage_object(counts: Usage, *, reasoning_tokens: int = 0) -> Json:
-    details = {"reasoning_tokens": reasoning_tokens}
-    for name in ("accepted_prediction_tokens", "rejected_prediction_tokens"):
-        if (count := getattr(counts, name)) is not None:
-            details[name] = count
-    return {
-        "prompt_tokens": counts.prompt_tokens,
-        "completion_tokens": counts.completion_tokens,
-        "total_tokens": counts.total_tokens,
-        "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
-        "completion_tokens_details": details,
     }
 
 

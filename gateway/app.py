@@ -22,16 +22,16 @@ from starlette.types import Scope
 
 import rootward
 from gateway import answer_schemas, response_schemas, schemas
-from gateway.answers import Answer, ChatAnswer, CompletionAnswer
+from gateway.answers import ChatAnswer, CompletionAnswer
 from gateway.auth import tenant
 from gateway.http_errors import error_response, invalid_body, json_response, not_served
 from gateway.models import Models
 from gateway.planning import check_name
+from gateway.requests import GenerateRequest
 from gateway.response_answers import ResponseAnswer
 from gateway.stored_responses import ResponseStore
 from gateway.streaming import GenerationResponse
-from gateway.tools import MARKS, CallFormat, CallParser, Tools, call_format_of
-from rootward.core.requests import Structure
+from gateway.tools import MARKS, CallFormat, Tools, call_format_of
 from rootward.errors import InvalidRequest, ServiceError, UnsupportedParameter
 
 PAGE = Path(__file__).parent / "page"
@@ -75,20 +75,11 @@ def build_app(
     for kind in (HTTPException, RequestValidationError, ServiceError, Exception):
         app.add_exception_handler(kind, _refused)
 
-    def generation(
-        request: Request,
-        body: schemas.GenerationBody,
-        kind: Callable[..., Answer],
-        *,
-        structure: Structure | None = None,
-        form_field: str = "",
-    ) -> Response:
-        headers = {**request.headers, "x-request-id": _request_id(request)}
-        wanted = body.request(headers)
+    def requested(request: Request, body: schemas.GenerationBody) -> GenerateRequest:
+        """The request to the service, under the client's id or a new one."""
+        wanted = body.request({**request.headers, "x-request-id": _request_id(request)})
         check_name("request_id", wanted.request_id)
-        if structure is not None:
-            wanted = replace(wanted, structure=structure)
-        return GenerationResponse(models.of(body.model), body=body, request=wanted, kind=kind, form_field=form_field)
+        return wanted
 
     def chat(request: Request, body: schemas.ChatRequest, kind: Callable[..., ChatAnswer]) -> Response:
         service = models.of(body.model)
@@ -98,27 +89,18 @@ def build_app(
         if "last-event-id" in request.headers and (form is not None or thoughts or kind is not ChatAnswer):
             fix = "is of no stream that can be resumed: those of plain text can; send the request again"
             raise InvalidRequest("last-event-id", request.headers["last-event-id"][:16], fix)
-        calls = None
-        if form is not None:
-            calls = partial(
-                CallParser,
-                form,
-                names=[tool.function.name for tool in body.tools],
-                function=body.function,
-                forced=body.forces_calls,
-                parallel=body.parallel_tool_calls,
-            )
         structure = body.structure(form, marks=list(filter(service.tokenizer.is_token, MARKS)))
         if form is CallFormat.MISTRAL:  # calls begin with a special token
             body = body.model_copy(update={"skip_special_tokens": False})
-        answer = partial(kind, calls=calls, named=bool(body.function), reasoning=thoughts)
-        form_field = "tools" if form is not None else ""
-        return generation(request, body, answer, structure=structure, form_field=form_field)
+        wanted = replace(requested(request, body), structure=structure)
+        answer = kind(service=service, body=body, request=wanted, call_format=form, reasoning=thoughts)
+        return GenerationResponse(answer)
 
     @app.post("/v1/completions", responses=_answers(answer_schemas.Completion, EVENTS))
     async def completions(request: Request, body: schemas.CompletionRequest) -> Response:
         """Continues prompts."""
-        return generation(request, body, CompletionAnswer)
+        wanted = requested(request, body)
+        return GenerationResponse(CompletionAnswer(service=models.of(body.model), body=body, request=wanted))
 
     @app.post("/v1/chat/completions", responses=_answers(answer_schemas.ChatCompletion, EVENTS))
     async def chat_completions(request: Request, body: schemas.ChatRequest) -> Response:

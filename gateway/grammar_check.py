@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import resource
 import signal
 import sys
 import threading
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections import OrderedDict
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any
 
 import structlog
 
 from rootward.core.requests import Form, Structure
-from rootward.errors import InvalidGrammar, InvalidRequest, UnsupportedParameter
+from rootward.errors import InvalidGrammar, InvalidRequest
 
 log = structlog.get_logger()
 
@@ -41,18 +42,6 @@ MAX_REMEMBERED = 1024  # forms
 MAX_ANSWER = 1 << 20  # bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a form is not served. `unsupported`: no form is, because the compiler is not installed."""
-
-    fix: str
-    unsupported: bool = False
-
-    def error(self, wanted: Structure) -> InvalidRequest:
-        kind = UnsupportedParameter if self.unsupported else InvalidGrammar
-        return kind(wanted.form.value, wanted.text if len(wanted.text) <= 32 else f"{wanted.text[:31]}…", self.fix)
-
-
 class GrammarCheck:
     """Owns the child, which starts with the first form and again after a crash. `tokenizer`: the model's as JSON; "" = it has none."""
 
@@ -60,15 +49,17 @@ class GrammarCheck:
         self._tokenizer = tokenizer
         self._child: Process | None = None
         self._exclusive = asyncio.Lock()  # one form at a time
-        self._results: OrderedDict[bytes, Refusal | None] = OrderedDict()
+        self._fixes: dict[bytes, str | None] = {}  # of forms that were checked; None: the form compiles
 
     async def check(self, wanted: Structure, *, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
-        """InvalidGrammar for a form that does not compile within the limits; UnsupportedParameter where the compiler is missing."""
-        refusal = beyond_limits(wanted)
-        if refusal is None and self._tokenizer and eos_ids:  # otherwise verifiers refuse forms without compiling them
-            refusal = await self._compiled(wanted, vocab_size, eos_ids)
-        if refusal is not None:
-            raise refusal.error(wanted)
+        """InvalidGrammar for a form that does not compile within the limits."""
+        fix = beyond_limits(wanted)
+        if fix is None and self._tokenizer and eos_ids:  # otherwise verifiers refuse forms without compiling them
+            vocabulary = {"tokenizer": self._tokenizer, "vocab_size": vocab_size, "eos_ids": eos_ids}
+            fix = await self._compiled(wanted, vocabulary)
+        if fix is not None:
+            begin = wanted.text if len(wanted.text) <= 32 else f"{wanted.text[:31]}…"
+            raise InvalidGrammar(wanted.form.value, begin, fix)
 
     async def close(self) -> None:
         """End the child."""
@@ -78,19 +69,19 @@ class GrammarCheck:
                 child.kill()
             await child.wait()
 
-    async def _compiled(self, wanted: Structure, vocab_size: int, eos_ids: tuple[int, ...]) -> Refusal | None:
+    async def _compiled(self, wanted: Structure, vocabulary: Mapping[str, object]) -> str | None:
+        """What to change in the form; None if it compiles."""
         key = blake2b(f"{wanted.form.value} {wanted.text}".encode(), digest_size=16).digest()
         async with self._exclusive:
-            if key not in self._results:
-                self._results[key] = await self._ask(wanted, vocab_size, eos_ids)
-            self._results.move_to_end(key)
-            while len(self._results) > MAX_REMEMBERED:
-                self._results.popitem(last=False)
-            return self._results[key]
+            if key not in self._fixes:
+                self._fixes[key] = await self._ask(wanted, vocabulary)
+                if len(self._fixes) > MAX_REMEMBERED:
+                    del self._fixes[next(iter(self._fixes))]  # the oldest
+            return self._fixes[key]
 
-    async def _ask(self, wanted: Structure, vocab_size: int, eos_ids: tuple[int, ...]) -> Refusal | None:
+    async def _ask(self, wanted: Structure, vocabulary: Mapping[str, object]) -> str | None:
         try:
-            child = await self._running(vocab_size, eos_ids)
+            child = await self._running(vocabulary)
             async with asyncio.timeout(COMPILE_S):
                 answer = await _exchange(child, {"form": wanted.form.value, "text": wanted.text})
         except (TimeoutError, OSError, EOFError) as error:
@@ -98,70 +89,57 @@ class GrammarCheck:
             log.warning("grammar_check_failed", form=wanted.form.value, characters=len(wanted.text), timeout=late)
             await self.close()
             cause = f"does not compile within {COMPILE_S:g} s" if late else "overflows the compiler"
-            return Refusal(f"{cause}; use fewer or shorter chains of references, rules and repetitions")
+            return f"{cause}; use fewer or shorter chains of references, rules and repetitions"
         except BaseException:  # cancelled between a question and its answer
             await self.close()
             raise
-        return Refusal(**answer["refusal"]) if answer["refusal"] else None
+        fix: str | None = answer["fix"]
+        return fix
 
-    async def _running(self, vocab_size: int, eos_ids: tuple[int, ...]) -> Process:
+    async def _running(self, vocabulary: Mapping[str, object]) -> Process:
         """The child that has read the vocabulary. If it ends before that, which no form can cause, it is started once more."""
         child = self._child
         if child is not None and child.stdin is not None and not child.stdin.is_closing():
             return child  # checked by its pipe, since the end of a pipe is known before the end of its process
         try:
-            return await self._started(vocab_size, eos_ids)
-        except (OSError, EOFError) as error:
-            if isinstance(error, TimeoutError):
-                raise
+            return await self._started(vocabulary)
+        except (ConnectionError, EOFError) as error:
             log.warning("grammar_check_ended_early", error=type(error).__name__)
-            return await self._started(vocab_size, eos_ids)
+            return await self._started(vocabulary)
 
-    async def _started(self, vocab_size: int, eos_ids: tuple[int, ...]) -> Process:
+    async def _started(self, vocabulary: Mapping[str, object]) -> Process:
         await self.close()
         command = (sys.executable, "-m", "gateway.grammar_check")
         child = self._child = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_ANSWER
         )
         async with asyncio.timeout(START_S):
-            vocabulary = {"tokenizer": self._tokenizer, "vocab_size": vocab_size, "eos_ids": eos_ids}
             await _exchange(child, vocabulary)
         return child
 
 
-def beyond_limits(wanted: Structure) -> Refusal | None:
-    """The refusal of a form that needs no compiling. Takes time in the length of the text and no recursion."""
+def beyond_limits(wanted: Structure) -> str | None:
+    """What to change in a form that is refused without compiling. Takes time in the length of the text and no recursion."""
     if wanted.form in (Form.JSON_SCHEMA, Form.JSON_OBJECT):
         if (depth := json_depth(wanted.text)) > MAX_DEPTH:
-            return Refusal(f"is nested {depth} deep; the limit is {MAX_DEPTH}")
+            return f"is nested {depth} deep; the limit is {MAX_DEPTH}"
         if (references := wanted.text.count('"$ref"')) > MAX_REFERENCES:
-            return Refusal(f"has {references} references; the limit is {MAX_REFERENCES}")
+            return f"has {references} references; the limit is {MAX_REFERENCES}"
     elif wanted.form is Form.GRAMMAR:
         rules = sum(":" in line for line in wanted.text.splitlines())
         if rules > MAX_RULES:
-            return Refusal(f"has {rules} rules; the limit is {MAX_RULES}")
+            return f"has {rules} rules; the limit is {MAX_RULES}"
     return None
 
 
 def json_depth(text: str) -> int:
     """The depth of nested brackets in a JSON text, without those in strings."""
-    depth = deepest = 0
-    quoted = escaped = False
-    for character in text:
-        if quoted:
-            quoted = escaped or character != '"'
-            escaped = character == "\\" and not escaped
-        elif character == '"':
-            quoted = True
-        elif character in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in "]}":
-            depth -= 1
-    return deepest
+    outside = "".join(text.replace(r"\\", "").replace(r"\"", "").split('"')[::2])
+    steps = (1 if bracket in "[{" else -1 for bracket in re.findall(r"[\[{\]}]", outside))
+    return max(accumulate(steps, initial=0))
 
 
-async def _exchange(child: Process, question: dict[str, Any]) -> dict[str, Any]:
+async def _exchange(child: Process, question: Mapping[str, object]) -> dict[str, Any]:
     """EOFError when the child ends without an answer."""
     assert child.stdin is not None
     assert child.stdout is not None
@@ -195,14 +173,14 @@ def _serve() -> None:
     print("{}", flush=True)
     for line in sys.stdin:
         question: dict[str, Any] = json.loads(line)
-        refusal = None
+        fix = None
         signal.setitimer(signal.ITIMER_REAL, 2 * COMPILE_S)  # ends this process even if the gateway was killed
         try:
             grammars.matcher(Structure(Form(question["form"]), question["text"])).masks(root_only())
         except InvalidRequest as error:
-            refusal = asdict(Refusal(error.fix, isinstance(error, UnsupportedParameter)))
+            fix = error.fix
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps({"refusal": refusal}), flush=True)
+        print(json.dumps({"fix": fix}), flush=True)
 
 
 def main() -> None:

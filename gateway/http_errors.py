@@ -81,9 +81,9 @@ _FIXES = {
     "string_too_long": "is longer than {max_length} characters",
     "string_pattern_mismatch": "does not match {pattern}",
     "too_short": "is too short; at least {min_length} needed",
-    "refused": "",
-    "unsupported": "",
 }
+# Of the errors of a union's members, the types that say most. The others follow in their order.
+_RANKS = {"unsupported": 0, "too_short": 1}
 # pydantic's error type -> the expected type; the members of a union have an error each.
 _VALUE_TYPES = {
     "string_type": "a string",
@@ -99,12 +99,14 @@ _VALUE_TYPES = {
 
 
 def http_error(error: Exception, *, path: str = "") -> HttpError:
-    """The response to an error at this path. A bug is reported by its type alone."""
+    """The response to an error at this path. A bug is logged without values, which may be prompts, and reported by its type alone."""
+    kind = _KINDS.get(error.reason, _BUG) if isinstance(error, ServiceError) else _BUG
+    if kind is _BUG:
+        log.error("http_handler_failed", error=type(error).__name__, trace="".join(format_tb(error.__traceback__)))
     if not isinstance(error, ServiceError):
         message = f"internal error ({type(error).__name__})"
         return HttpError(500, _body(message, _BUG, None), {"x-should-retry": "false"})
-    kind = _KINDS.get(error.reason, _BUG)
-    field = (error.field if isinstance(error, InvalidRequest) else error.metadata.get("field")) or ""
+    field = error.metadata.get("field", "")
     if error.reason == "NOT_FOUND" and field != "model":
         kind = _NOT_FOUND
     param, message = _NAMES_AT.get(path, _NAMES).get(field) or _NAMES.get(field, field), str(error)
@@ -142,16 +144,9 @@ def json_response(body: Mapping[str, object], *, status: int = 200, headers: dic
 
 
 def error_response(error: Exception, headers: dict[str, str] | None = None, *, path: str = "") -> Response:
-    """The answer to a request that failed; a bug is logged."""
-    log_bug(error)
+    """The answer to a request that failed."""
     known = http_error(error, path=path)
     return json_response(known.body, status=known.status, headers={**(headers or {}), **known.headers})
-
-
-def log_bug(error: Exception) -> None:
-    """Where it happened, without values: those may be prompts."""
-    if http_error(error).status == 500:
-        log.error("http_handler_failed", error=type(error).__name__, trace="".join(format_tb(error.__traceback__)))
 
 
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
@@ -161,9 +156,7 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
         return InvalidRequest("body", errors[0]["ctx"]["error"], "is no JSON; send a JSON object")
     depth = max(len(error["loc"]) for error in errors)
     furthest = [error for error in errors if len(error["loc"]) == depth]
-    unsupported = (error for error in furthest if error["type"] == "unsupported")
-    too_short = (error for error in furthest if error["type"] == "too_short")
-    error = next(unsupported, None) or next(too_short, None) or furthest[0]
+    error = min(furthest, key=lambda one: _RANKS.get(one["type"], len(_RANKS)))
     path, kind, value = _path(error), error["type"], error.get("input")
     if kind == "extra_forbidden":
         return UnsupportedParameter(path, _short(value), "is not supported by this server; leave it out")

@@ -34,7 +34,7 @@ VERIFICATIONS: dict[str, tuple[Rule, DraftMode | None]] = {
 def speculation_of(
     mode: str,
     verification: str | None,
-    strategy: str | None,
+    draft_strategy: str | None,
     *,
     num_draft_tokens: int | None = None,
     max_depth: int | None = None,
@@ -51,7 +51,7 @@ def speculation_of(
         max_depth=max_depth,
         topk=topk,
         drafter=drafter,
-        strategy=None if strategy is None else DraftStrategy.parse(strategy),
+        strategy=None if draft_strategy is None else DraftStrategy.parse(draft_strategy),
     )
 
 

@@ -30,7 +30,6 @@ class ResponseAnswer(ChatAnswer):
     """One answer in progress."""
 
     id_prefix = ID_PREFIX
-    whole_object = chunk_object = "response"
     typed_events = True
 
     wanted: ResponseRequest

@@ -132,38 +132,30 @@ Items = Annotated[list[InputItem], Field(min_length=1, fail_fast=True), at_most(
 
 def messages_of(items: Iterable[InputItem]) -> list[Message]:
     """The chat messages of these items. Successive items of the assistant make one message."""
-    messages: list[Message] = []
+    messages: list[dict[str, Any]] = []
     thoughts = ""  # of the next message of the assistant
     open_answer = False  # the last message is of the assistant and takes calls
-
-    def amend(**changes: object) -> None:
-        messages[-1] = messages[-1].model_copy(update=changes)
-
     for item in items:
         if isinstance(item, ReasoningItem):
             thoughts += text_of(item.content or item.summary)
             open_answer = False
         elif isinstance(item, CallOutputItem):
-            messages.append(Message(role="tool", content=text_of(item.output), tool_call_id=item.call_id))
+            messages.append({"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id})
             open_answer = False
         elif isinstance(item, CallItem):
-            function = CalledFunction.model_construct(
-                name=item.name, arguments=item.arguments
-            )  # `CallItem` has checked them
-            call = CallInMessage(id=item.call_id, function=function)
-            if open_answer:
-                amend(tool_calls=[*messages[-1].tool_calls, call])
-            else:
-                messages.append(Message(role="assistant", tool_calls=[call], reasoning_content=thoughts))
+            if not open_answer:
+                messages.append({"role": "assistant", "reasoning_content": thoughts})
                 thoughts, open_answer = "", True
-        elif item.role == "assistant" and open_answer and messages[-1].tool_calls:  # text after calls of one answer
-            amend(content=text_of(messages[-1].content or "") + text_of(item.content))
+            function = CalledFunction.model_construct(name=item.name, arguments=item.arguments)  # checked by `CallItem`
+            messages[-1].setdefault("tool_calls", []).append(CallInMessage(id=item.call_id, function=function))
+        elif open_answer and item.role == "assistant" and "tool_calls" in messages[-1]:  # text after calls
+            messages[-1]["content"] = messages[-1].get("content", "") + text_of(item.content)
         else:
             open_answer = item.role == "assistant"
             reasoning = thoughts if open_answer else ""
-            messages.append(Message(role=item.role, content=text_of(item.content), reasoning_content=reasoning))
+            messages.append({"role": item.role, "content": text_of(item.content), "reasoning_content": reasoning})
             thoughts = ""
-    return messages
+    return [Message(**message) for message in messages]
 
 
 _ITEM: TypeAdapter[InputItem] = TypeAdapter(InputItem)

@@ -193,15 +193,14 @@ class CallInMessage(Body):
             arguments = json.loads(self.function.arguments or "{}")
         except (
             RecursionError
-        ):  # how deep a text may be nested depends on the depth of the call stack: the check of the field may pass
-            raise InvalidRequest(
-                "messages", "tool_calls", "has arguments that are nested too deeply; make them flatter"
-            ) from None
+        ):  # the check of the field may have passed: the limit depends on the depth of the call stack
+            fix = "has arguments that are nested too deeply; make them flatter"
+            raise InvalidRequest("messages", "tool_calls", fix) from None
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
 class Message(Body):
-    harmless: ClassVar = {"annotations": ([],), "name": ("",)}
+    harmless: ClassVar = {"annotations": ([],)}
 
     role: Annotated[str, AfterValidator(_role), WithJsonSchema({"enum": list(ROLES)})]
     name: str = ""
@@ -386,15 +385,7 @@ class SpeculationOptions(Body):
 
     @property
     def speculation(self) -> Speculation:
-        return speculation_of(
-            self.mode,
-            self.verification,
-            self.draft_strategy,
-            num_draft_tokens=self.num_draft_tokens,
-            max_depth=self.max_depth,
-            topk=self.topk,
-            drafter=self.drafter,
-        )
+        return speculation_of(**dict(self))
 
 
 def _speculation_options(value: object) -> object:
@@ -407,12 +398,6 @@ def _speculation_options(value: object) -> object:
     return value
 
 
-SpeculationField = Annotated[
-    SpeculationOptions,
-    BeforeValidator(_speculation_options, json_schema_input_type=bool | Mode | SpeculationOptions),
-]
-
-
 class CommonFields(Body):
     """The fields that all generating endpoints have."""
 
@@ -423,7 +408,13 @@ class CommonFields(Body):
     top_k: Annotated[int, Field(ge=-1, lt=2**32), WHOLE] = 0
     min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64), WHOLE] | None = None
-    speculation: SpeculationField | None = None
+    speculation: (
+        Annotated[
+            SpeculationOptions,
+            BeforeValidator(_speculation_options, json_schema_input_type=bool | Mode | SpeculationOptions),
+        ]
+        | None
+    ) = None
     cache_salt: str = ""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] = 0
     session_id: str = ""

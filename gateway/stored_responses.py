@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import orjson
 import structlog
+from pydantic import TypeAdapter
 
 from gateway.auth import caller
 from gateway.planning import check_name
@@ -35,14 +35,8 @@ class StoredResponse:
     answer: dict[str, object]
     messages: list[Message]
 
-    def to_json(self) -> bytes:
-        messages = [message.model_dump(exclude_defaults=True) for message in self.messages]
-        return orjson.dumps({"answer": self.answer, "messages": messages})
 
-    @staticmethod
-    def from_json(text: str) -> StoredResponse:
-        known = orjson.loads(text)
-        return StoredResponse(known["answer"], [Message.model_validate(message) for message in known["messages"]])
+_STORED = TypeAdapter(StoredResponse)
 
 
 class ResponseStore:
@@ -61,7 +55,7 @@ class ResponseStore:
 
     async def keep(self, tenant: str, response_id: str, response: StoredResponse) -> bool:
         """Whether it was stored. It is not if it is too large or the store does not answer, and the client gets its answer all the same."""
-        text = response.to_json()
+        text = _STORED.dump_json(response, exclude_defaults=True)
         if not self._lifetime_s or len(text) > self._max_bytes:
             return False
         try:
@@ -83,7 +77,7 @@ class ResponseStore:
         text = await self._store.response(_space(tenant), of_tenant(tenant, response_id))
         if text is None:
             raise self._not_found(response_id)
-        return StoredResponse.from_json(text)
+        return _STORED.validate_json(text)
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """ResponseNotFound if this tenant has none of this id."""

@@ -252,9 +252,8 @@ class TokenizerPool:
 
 def _refuse_lone_surrogates(field: str, text: str) -> None:
     """InvalidRequest for halves of UTF-16 pairs, which JSON can spell and UTF-8 cannot."""
-    at = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None) if not text.isascii() else None
-    if at is not None:
-        raise InvalidRequest(field, text[at], f"at character {at} is a lone surrogate; send valid Unicode")
+    if found := re.search("[\ud800-\udfff]", text):
+        raise InvalidRequest(field, found[0], f"at character {found.start()} is a lone surrogate; send valid Unicode")
 
 
 def texts_in(value: object) -> Iterator[str]:

@@ -184,12 +184,12 @@ def _moved(schema: Any, root: str) -> Any:
 
 # Between values; bounded, because every piece of text matches it again.
 _BETWEEN = r"[\s;,\[\]}]{0,64}"
-# The next part of a region of calls: its end, the beginning of a value, or (Mistral) a name before its arguments.
+# The next part of a region of calls: its end or the next mark, the beginning of a value, or (Mistral) a name before its arguments.
 _NEXT = {
-    CallFormat.HERMES: regex.compile(_BETWEEN + r"(?:(?P<end></tool_call>)|(?P<again>(?=<tool_call>))|(?=\{))"),
+    CallFormat.HERMES: regex.compile(_BETWEEN + r"(?:(?P<end></tool_call>|(?=<tool_call>))|(?=\{))"),
     CallFormat.MISTRAL: regex.compile(
         _BETWEEN
-        + r"(?:(?P<again>(?=\[TOOL_CALLS\]))|(?P<name>[\w.-]{1,64})(?:\[CALL_ID\]\w{0,64})?\[ARGS\]\s{0,64}(?=\{)|(?=\{))"
+        + r"(?:(?P<end>(?=\[TOOL_CALLS\]))|(?P<name>[\w.-]{1,64})(?:\[CALL_ID\]\w{0,64})?\[ARGS\]\s{0,64}(?=\{)|(?=\{))"
     ),
     CallFormat.JSON: regex.compile(_BETWEEN + r"(?=\{)"),
 }
@@ -273,7 +273,7 @@ class CallParser:
             if found.partial:
                 yield
                 continue
-            if groups.get("end") is not None or groups.get("again") is not None:
+            if groups.get("end") is not None:
                 if not called:
                     break
                 self._taken(found.end())
@@ -281,8 +281,7 @@ class CallParser:
             if name := groups.get("name"):
                 if name not in self._names:
                     break
-                self._taken(found.end())
-                self._begin_call(name)
+                self._begin_call(name, found.end())
                 yield from self._pass_on(self._add_arguments, _Brackets())
             elif not (yield from self._call(found.end())):
                 break
@@ -299,8 +298,7 @@ class CallParser:
             if head := _HEAD.match(self._held, at):
                 if head["name"] not in self._names:
                     return False
-                self._taken(head.end())
-                self._begin_call(head["name"])
+                self._begin_call(head["name"], head.end())
                 yield from self._pass_on(self._add_arguments, _Brackets())
                 yield from self._rest_of_call()
                 return True
@@ -309,8 +307,7 @@ class CallParser:
                 known = _known_call(self._held[at : num_seen + num_more])
                 if known is None or known[0] not in self._names:
                     return False
-                self._taken(num_seen + num_more)
-                self._begin_call(known[0])
+                self._begin_call(known[0], num_seen + num_more)
                 self._add_arguments(known[1])
                 return True
             num_seen = len(self._held)
@@ -332,7 +329,7 @@ class CallParser:
     def _arguments_of(self, function: str) -> Generator[None, None, None]:
         while not self._held and not self._ended:
             yield
-        self._begin_call(function)
+        self._begin_call(function, 0)
         yield from self._pass_on(self._add_arguments)
 
     def _taken(self, count: int) -> str:
@@ -347,7 +344,8 @@ class CallParser:
             self._parts.append("".join(self._blanks))
             self._in_text, self._blanks = True, []
 
-    def _begin_call(self, name: str) -> None:
+    def _begin_call(self, name: str, num_taken: int) -> None:
+        self._taken(num_taken)
         self.num_calls += 1
         self._in_text, self._blanks = False, []
         if self._parallel or self.num_calls == 1:

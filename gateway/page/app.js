@@ -1,9 +1,10 @@
 // The page: a chat message or a text to continue in; text, trees and figures out.
 
-import { answer } from "./stream.js";
+import { answer, ask } from "./stream.js";
 import { drawRound, visible } from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
+const element = (name, className, text) => Object.assign(document.createElement(name), { className, textContent: text });
 const NAMES = { required: "speculation in every round", auto: "speculation where it pays", disabled: "plain decoding" };
 
 const PATHS = { chat: "v1/chat/completions", text: "v1/completions" };
@@ -81,9 +82,9 @@ async function work(modes) {
   const prompt = $("prompt").value;
   const conversation = [...messages, { role: "user", content: prompt }];
   if (kind === "text" || !messages.length) $("text").replaceChildren();
-  const question = append("question");
-  const block = append("answer");
-  question.textContent = kind === "chat" ? prompt : "";
+  const question = element("div", "question", kind === "chat" ? prompt : "");
+  const block = element("div", "answer", "");
+  $("text").append(question, block);
   $("error").hidden = true;
   $("stop").disabled = false;
   runs = [];
@@ -114,13 +115,6 @@ function remember(conversation, text) {
   $("new-conversation").disabled = false;
 }
 
-function append(name) {
-  const element = document.createElement("div");
-  element.className = name;
-  $("text").append(element);
-  return element;
-}
-
 function startConversation() {
   running?.abort();
   running = null;
@@ -139,12 +133,7 @@ function refuse(error) {
 
 // Tokens of a round at the end of the text: the last one is the target's own.
 function appendTokens(round, block) {
-  round.tokens.forEach((token, i) => {
-    const span = document.createElement("span");
-    span.className = i < round.path.length ? "token accepted" : "token bonus";
-    span.textContent = token;
-    block.append(span);
-  });
+  block.append(...round.tokens.map((token, i) => element("span", i < round.path.length ? "token accepted" : "token bonus", token)));
   $("text").scrollTop = $("text").scrollHeight;
 }
 
@@ -170,7 +159,7 @@ function figures() {
     const plain = runs.find((other) => other.mode === "disabled" && other !== run);
     const gain = plain && plain.rate && run.rate ? ` (${(run.rate / plain.rate).toFixed(2)} ×)` : "";
     const cells = [NAMES[run.mode], run.tokens, run.rounds, (run.tokens / run.rounds).toFixed(2), run.rate.toFixed(1) + gain];
-    row.append(...cells.map((text) => { const cell = document.createElement("td"); cell.textContent = text; return cell; }));
+    row.append(...cells.map((text) => element("td", "", text)));
     return row;
   }));
   depths(runs[runs.length - 1]);
@@ -183,20 +172,15 @@ function depths(run) {
   let left = total;
   for (let depth = 1; depth < counts.length; depth++) {
     left -= counts[depth - 1] || 0;
-    const bar = document.createElement("div"), name = document.createElement("span"), share = document.createElement("span");
-    bar.className = "bar";
-    bar.style.width = `${(100 * left) / total}%`;
-    name.textContent = depth;
-    share.textContent = `${Math.round((100 * left) / total)} %`;
-    cells.push(name, bar, share);
+    const bar = element("div", "bar", ""), share = (100 * left) / total;
+    bar.style.width = `${share}%`;
+    cells.push(element("span", "", depth), bar, element("span", "", `${Math.round(share)} %`));
   }
   $("depths").replaceChildren(...cells);
 }
 
 async function describe() {
-  const key = $("key").value;
-  const reply = await fetch("v1/models", { headers: key ? { authorization: `Bearer ${key}` } : {} });
-  if (!reply.ok) throw Object.assign(new Error((await reply.json()).error.message), { status: reply.status });
+  const reply = await ask("v1/models", $("key").value);
   const model = (await reply.json()).data[0];
   served = model.id;
   $("model").textContent = `${model.id}, ${model.max_model_len} positions`;

@@ -1,24 +1,26 @@
-// An answer as a stream of server-sent events: `for await (const chunk of answer(path, body, key, signal))`.
+// Requests to the gateway. The error of one that is refused has its `status`.
 
-export class Refused extends Error {
-  constructor(status, error) {
-    super(error.message);
-    this.status = status;
-    this.param = error.param;
-  }
+export async function ask(path, key, { headers = {}, ...options } = {}) {
+  if (key) headers.authorization = `Bearer ${key}`;
+  const reply = await fetch(path, { ...options, headers });
+  if (!reply.ok) throw refused(reply.status, await reply.json());
+  return reply;
 }
 
+// An answer as a stream of server-sent events: `for await (const chunk of answer(path, body, key, signal))`.
 export async function* answer(path, body, key, signal) {
   const headers = { "content-type": "application/json" };
-  if (key) headers.authorization = `Bearer ${key}`;
-  const reply = await fetch(path, { method: "POST", headers, body: JSON.stringify({ ...body, stream: true }), signal });
-  if (!reply.ok) throw new Refused(reply.status, (await reply.json()).error);
+  const reply = await ask(path, key, { method: "POST", headers, body: JSON.stringify({ ...body, stream: true }), signal });
   for await (const event of events(reply.body)) {
     if (event === "[DONE]") return;
     const chunk = JSON.parse(event);
-    if (chunk.error) throw new Refused(503, chunk.error);
+    if (chunk.error) throw refused(503, chunk);
     yield chunk;
   }
+}
+
+function refused(status, { error }) {
+  return Object.assign(new Error(error.message), { status });
 }
 
 // The data of each event; comments and ids are passed over.
