@@ -22,7 +22,7 @@ from gateway.metrics import Metrics
 from gateway.planning import Plan
 from gateway.requests import Delta, Ending
 from gateway.resuming import FINISH, StreamInterrupted
-from gateway.router import Upstream, Upstreams
+from gateway.router import Upstream, Upstreams, choose
 from gateway.session_store import Run
 from gateway.watching import WatchedRequest
 from rootward.client.types import Round, Timing, Usage
@@ -170,16 +170,16 @@ class Generation:
         wait_s = self._redispatch_wait_s if self._entry.tokens else self._redispatch_wait_s / 10
         await self._upstreams.wait_ready(min(wait_s, max(0.0, self._cutoff.deadline - self._now())))
         key = self._plan.request.session_id or self._plan.request.request_id
-        choice = self._upstreams.choose(key, held=self._held, avoid=self._failed)
+        choice = choose(self._upstreams, key, held=self._held, avoid=self._failed, now=self._now())
         if choice is None:
             reason = self._upstreams.mismatch or "none answers, or all are draining"
             raise self._interrupted(f"no verifier is ready ({reason})")
         self._metrics.routed.labels(choice.outcome.value).inc()
-        self._ledger.note(self._entry, verifier=choice.name)
-        upstream = self._upstreams.get(choice.name)
+        upstream = choice.upstream
+        self._ledger.note(self._entry, verifier=upstream.name)
         self._process = upstream.holder
         self._ledger.computed(self._plan.first, (), self._process, is_held=self._upstreams.is_held)
-        self._watched.sent(choice.name, self._entry.epoch)
+        self._watched.sent(upstream.name, self._entry.epoch)
         return upstream
 
     async def _attempt(self, upstream: Upstream) -> AsyncGenerator[Committed, None]:
@@ -303,7 +303,7 @@ class Generation:
         if self._fruitless > MAX_FRUITLESS or (full and not others):
             raise self._interrupted(str(error)) if self._num_sent else error
         if not full:
-            self._upstreams.lost(upstream.name)
+            self._upstreams.lost(upstream)
         log.warning("redispatch", request_id=self._plan.request.request_id, verifier=upstream.name, error=str(error))
         self._metrics.redispatched.inc()
         await self._ledger.next_epoch(self._entry)

@@ -29,7 +29,7 @@ async def test_a_hint_counts_as_long_as_its_prefix_is_held() -> None:
 
             async def computed(wanted: VerifierRequest) -> None:
                 await upstreams.poll()
-                one.computed(wanted, (), upstreams.get("v").holder, is_held=upstreams.is_held)
+                one.computed(wanted, (), next(iter(upstreams)).holder, is_held=upstreams.is_held)
                 await one.flush()
                 await collect(verifier, wanted)
                 await upstreams.poll()
