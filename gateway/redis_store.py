@@ -17,7 +17,7 @@
 
 `rw` is the setting `redis_prefix`.
 `{id}` is a hash tag: all keys of one request are in one slot of a cluster, so that scripts may use them together. Request keys live
-`retention_s` (longest request + 60 s) from the last write, and 60 s after the end.
+`RETENTION_S` (longest request + 60 s) from the last write, and 60 s after the end.
 
 Fencing. Only a script that holds the lease or takes it over grants an epoch. A lease that expired, or vanished with a Redis that restarted
 empty, is taken back by its holder unless a later epoch was granted, so that an outage of Redis does not stop a running request. Every write
@@ -165,11 +165,9 @@ class RedisStore:
         *,
         prefix: str = KEY_PREFIX,
         timeout_s: float = TIMEOUT_S,
-        retention_s: float = RETENTION_S,
     ):
         self._client, self._timeout_s, self._clock = client, timeout_s, SystemClock()
         self._prefix = prefix
-        self._retention_ms = _ms(retention_s)
         scripts = (client.register_script(_HELD + own) for own in (BEGIN, TAKE_OVER, NEXT_EPOCH, WRITE))
         self._begin, self._take_over, self._next, self._write = scripts
         self._take_tokens = client.register_script(TAKE_TOKENS)
@@ -243,7 +241,7 @@ class RedisStore:
 
     def _held(self, holder: str, epoch: int, ttl_s: float) -> Arguments:
         """The first arguments of every script on a request."""
-        return [holder, epoch, _ms(ttl_s), self._retention_ms]
+        return [holder, epoch, _ms(ttl_s), _ms(RETENTION_S)]
 
     async def put_hints(self, model: str, held: Mapping[str, Sequence[str]], ttl_s: float) -> None:
         if not held:
