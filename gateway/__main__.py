@@ -22,6 +22,7 @@ from gateway.stored_responses import ResponseStore
 from gateway.tokenizer import load_tokenizer
 from gateway.watching import Watching
 from rootward.addresses import is_loopback
+from rootward.discovery.registry import Registry, open_registry
 from rootward.discovery.sources import open_sources
 from rootward.wire.auth import BytesInFlight
 from rootward.wire.channel import public
@@ -49,7 +50,10 @@ async def serve(settings: GatewaySettings) -> None:
             max_responses=settings.max_stored_responses,
             max_bytes=settings.max_stored_response_bytes,
         )
-        models = await _models(settings, store, stack)
+        registry = None
+        if settings.redis_url:
+            registry = await stack.enter_async_context(open_registry(settings.redis_url, prefix=settings.redis_prefix))
+        models = await _models(settings, store, registry, stack)
         in_flight = BytesInFlight(settings.max_bytes_in_flight)
         server = RpcServer(
             settings.listen,
@@ -62,7 +66,8 @@ async def serve(settings: GatewaySettings) -> None:
         await stack.enter_async_context(server)
         register(models, server, shutdown_timeout_s=settings.shutdown_timeout_s)
         await server.start()
-        await stack.enter_async_context(scaler_port(settings))
+        if settings.scaler_listen and registry is not None:
+            await stack.enter_async_context(scaler_port(settings, registry))
         async with asyncio.TaskGroup() as group:
             app = RequestGuard(
                 build_app(
@@ -90,7 +95,7 @@ async def serve(settings: GatewaySettings) -> None:
             http.stop()
 
 
-async def _models(settings: GatewaySettings, store: Store, stack: AsyncExitStack) -> Models:
+async def _models(settings: GatewaySettings, store: Store, registry: Registry | None, stack: AsyncExitStack) -> Models:
     watching = Watching(loop_time)
     several, services = len(settings.served) > 1, []
     for served in settings.served:
@@ -100,13 +105,12 @@ async def _models(settings: GatewaySettings, store: Store, stack: AsyncExitStack
             add_special_tokens=settings.add_special_tokens,
             special_tokens_in_messages=settings.special_tokens_in_messages,
         )
-        places = open_sources(served.sources, "verifier", redis_url=settings.redis_url, prefix=settings.redis_prefix)
-        found = await stack.enter_async_context(places)
+        sources = await stack.enter_async_context(open_sources(served.sources, "verifier", registry=registry))
         service = GatewayService(
             tokenizer,
             Upstreams(
                 {},
-                sources=found,
+                sources=sources,
                 dial=partial(RemoteVerifier, tls=settings.client_tls),
                 tokenizer_hash=tokenizer.content_hash,
             ),

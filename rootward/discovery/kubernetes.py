@@ -17,7 +17,6 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config.config_exception import ConfigException
 
 from rootward.addresses import join_host_port
-from rootward.clock import Clock
 from rootward.discovery.polling import PolledDiscovery
 from rootward.errors import ConfigurationError
 from rootward.ports import Peer
@@ -62,13 +61,7 @@ def port_of(ports: Any, wanted: str) -> int | None:
 
 
 def endpoint_slice_discovery(
-    api: client.DiscoveryV1Api,
-    namespace: str,
-    service: str,
-    port: str,
-    *,
-    every_s: float = POLL_S,
-    clock: Clock | None = None,
+    api: client.DiscoveryV1Api, namespace: str, service: str, port: str, *, every_s: float = POLL_S
 ) -> PolledDiscovery:
     """The pods of a service. Status 401 and 403 mean that the service account may not list EndpointSlices."""
 
@@ -89,7 +82,7 @@ def endpoint_slice_discovery(
         return peers_in(found.get("items") or (), port)
 
     failures = (ApiException, aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError)
-    return PolledDiscovery(ask, source=f"kubernetes:{service}", every_s=every_s, failures=failures, clock=clock)
+    return PolledDiscovery(ask, source=f"kubernetes:{service}", every_s=every_s, failures=failures)
 
 
 @asynccontextmanager
