@@ -22,7 +22,7 @@ from gateway.requests import as_chosen
 from gateway.router import TTL_S, IsHeld, Prefixes, prefix_keys, prefix_lengths, tokens_held
 from gateway.session_store import KEPT_AFTER_END_S, MemoryStore, Rate, Record, Run, StoreUnavailable, Write, stale
 from rootward.core.requests import TokenLogprob, VerifierRequest
-from rootward.errors import DuplicateRequest, InvalidRequest, RateLimited, Unavailable
+from rootward.errors import InvalidRequest, RateLimited, Unavailable
 from rootward.ports import Lease
 
 log = structlog.get_logger()
@@ -101,24 +101,17 @@ class Ledger:
         While the store does not answer the request runs under epoch 1 unrecorded: a verifier that knows a higher epoch refuses it, and the
         lease is taken in the store as soon as that answers.
         """
+        if any(entry.ended and entry.lease.request_id == request_id for entry in self._entries):
+            await self.flush()  # the store does not know yet that the last request of this id has ended here
         holder, asked, fields = _holder(), self._now(), dict(fields or {})
         due: set[str] = set()
         try:
             async with self._answering():
-                lease = await self._leased(request_id, holder, fields, least_epoch)
+                lease = await self._store.begin(request_id, holder, self._lease_s, fields, least_epoch=least_epoch)
         except StoreUnavailable:
             self._mark_down()
             lease, due = Lease(request_id, least_epoch, holder), set(fields)
         return self._entered(Entry(lease, asked + self._lease_s, fields=fields, due=due))
-
-    async def _leased(self, request_id: str, holder: str, fields: Mapping[str, str], least_epoch: int) -> Lease:
-        try:
-            return await self._store.begin(request_id, holder, self._lease_s, fields, least_epoch=least_epoch)
-        except DuplicateRequest:
-            if not any(entry.ended and entry.lease.request_id == request_id for entry in self._entries):
-                raise
-        await self.flush()  # the store does not know yet that the last request of this id has ended here
-        return await self._store.begin(request_id, holder, self._lease_s, fields, least_epoch=least_epoch)
 
     async def take_over(self, request_id: str, digest: str) -> tuple[Entry | None, Record]:
         """Continue a run, whoever drives it now. No entry if it is unknown (empty record) or finished.
@@ -303,9 +296,7 @@ class Ledger:
         writes = [_due(entry) for entry in held]
         lengths = await self._store.write(writes, self._lease_s)
         for entry, write, length in zip(held, writes, lengths, strict=True):
-            if (
-                entry.lease == write.lease
-            ):  # otherwise another attempt began meanwhile, and this result is of the old one
+            if entry.lease == write.lease:  # else another attempt began meanwhile, and this result is of the old one
                 self._written(entry, write, length, asked)
 
     def _written(self, entry: Entry, write: Write, length: int, asked: float) -> None:
