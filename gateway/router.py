@@ -20,7 +20,7 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import takewhile
@@ -44,6 +44,7 @@ MAX_KNOWN = 65536  # prefixes this gateway remembers
 TTL_S = 1800.0  # of a hint that is not used
 PUBLISHED_S = 10.0  # the least time between two publications of one hint that other gateways still believe
 RECENTLY_LOST_S = 10.0  # time after a loss in which other verifiers are preferred
+POLL_TIMEOUT_S = 2.0
 NOT_READY_POLL_S = 0.1  # between polls while no verifier is ready
 
 
@@ -151,7 +152,7 @@ class Upstream:
     answers: bool = False
     fits: bool = True  # its model is the one that this gateway serves
     listed: bool = True  # by discovery, and not as leaving
-    num_in_flight: int = 0
+    num_in_flight: int = 0  # requests of this gateway, now
     lost_at: float = -math.inf  # when a stream of it last broke, on the loop's clock
     reported_at: float = 0.0  # when `info` came, on the loop's clock
 
@@ -188,14 +189,6 @@ class Upstream:
             return False
         kept_s = self.info.stats.get("kv_evicted_age_s", math.inf) + now - self.reported_at
         return age_s <= min(kept_s, TTL_S)
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        self.num_in_flight += 1
-        try:
-            yield
-        finally:
-            self.num_in_flight -= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,14 +240,13 @@ class Upstreams:
         dial: Callable[[str], RemoteVerifier] = RemoteVerifier,
         tokenizer_hash: str = "",
         poll_s: float = 1.0,
-        timeout_s: float = 2.0,
     ):
         self._upstreams = {name: Upstream(name, verifier) for name, verifier in verifiers.items()}
         self._sources, self._dial = sources, dial
         self._found: Mapping[str, tuple[str, Peer]] = {}  # by address, as discovery lists them now
         self._dialled: dict[str, RemoteVerifier] = {}
         self._tokenizer_hash = tokenizer_hash  # of the gateway's own tokenizer; "" = not compared
-        self._poll_s, self._timeout_s = poll_s, timeout_s
+        self._poll_s = poll_s
         self._poll_now = asyncio.Event()
         self._polled = asyncio.Event()  # set, and replaced, after every poll
         self.model: ModelInfo | None = None
@@ -338,7 +330,7 @@ class Upstreams:
 
     async def _ask(self, upstream: Upstream) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(POLL_TIMEOUT_S):
                 info = await upstream.verifier.get_info()
         except (RootwardError, OSError, TimeoutError) as error:
             if upstream.answers:
