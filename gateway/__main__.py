@@ -82,7 +82,6 @@ async def serve(settings: GatewaySettings) -> None:
             )
             group.create_task(http.run_until_stopped(access.around(app)))
             readiness = group.create_task(_keep_ready(models, server))
-            drained = group.create_task(_stop_when_drained(models))
             await models.wait_ready(FIRST_VERIFIER_S)
             await server.set_ready(models.ready)
             alias = models.names[0] if settings.metrics_compat == "vllm" else ""
@@ -91,7 +90,6 @@ async def serve(settings: GatewaySettings) -> None:
             limit_s = settings.shutdown_timeout_s
             await until_stopped(server, lambda: _drain(models, limit_s, readiness), limit_s + 2 * ABORT_S)
             await models.drain(0)
-            drained.cancel()
             http.stop()
 
 
@@ -125,15 +123,11 @@ async def _models(settings: GatewaySettings, store: Store, registry: Registry | 
 
 
 async def _keep_ready(models: Models, server: RpcServer) -> None:
-    """Keep the health service up to date. It depends on verifiers, not on drafters."""
-    while True:
+    """Keep the health service up to date: it depends on verifiers, not on drafters. A gateway that an administrator has drained ends as
+    with SIGTERM."""
+    while not models.drained.is_set():
         await server.set_ready(models.ready)
         await asyncio.sleep(READY_POLL_S)
-
-
-async def _stop_when_drained(models: Models) -> None:
-    """End a gateway that an administrator has drained, as SIGTERM does."""
-    await models.drained.wait()
     signal.raise_signal(signal.SIGTERM)
 
 

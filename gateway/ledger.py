@@ -228,8 +228,8 @@ class Ledger:
         async with AsyncExitStack() as held:
             await held.enter_async_context(self._stand_in.suspicion())
             with suppress(StoreUnavailable):
-                self._must_be_up()
-                await held.enter_async_context(self._store.suspicion())
+                async with self._answering():
+                    await held.enter_async_context(self._store.suspicion())
             yield
 
     def computed(self, request: VerifierRequest, output: Sequence[int], process: str, *, is_held: IsHeld) -> None:
@@ -324,16 +324,13 @@ class Ledger:
     @asynccontextmanager
     async def _answering(self, timeout_s: float | None = None) -> AsyncGenerator[None]:
         """Bounds calls of the store for a request: StoreUnavailable after `timeout_s`, and at once while the store is down."""
-        self._must_be_up()
+        if self.down:
+            raise StoreUnavailable("the session store did not answer lately")
         try:
             async with asyncio.timeout(timeout_s):
                 yield
         except TimeoutError:
             raise StoreUnavailable("the session store is slow") from None
-
-    def _must_be_up(self) -> None:
-        if self.down:
-            raise StoreUnavailable("the session store did not answer lately")
 
     def _mark_down(self) -> None:
         if not self.down:

@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -166,26 +167,23 @@ class RedisStore:
         prefix: str = KEY_PREFIX,
         timeout_s: float = TIMEOUT_S,
     ):
-        self._client, self._timeout_s, self._clock = client, timeout_s, SystemClock()
-        self._prefix = prefix
+        self._client, self._prefix, self._clock = client, prefix, SystemClock()
+        self._answering = partial(answering, "the session store", timeout_s, StoreUnavailable)
         scripts = (client.register_script(_HELD + own) for own in (BEGIN, TAKE_OVER, NEXT_EPOCH, WRITE))
         self._begin, self._take_over, self._next, self._write = scripts
         self._take_tokens = client.register_script(TAKE_TOKENS)
 
-    def _request_keys(self, request_id: str) -> list[str]:
-        key = f"{self._prefix}:req:{{{request_id}}}"
-        return [key, f"{key}:epoch", f"{key}:lease", f"{key}:log"]
+    def _key(self, *parts: str) -> str:
+        return ":".join((self._prefix, *parts))
 
-    def _hint_key(self, model: str, key: str) -> str:
-        return f"{self._prefix}:kv:{model}:{key}"
+    def _request_keys(self, request_id: str) -> list[str]:
+        key = self._key("req", f"{{{request_id}}}")
+        return [key, f"{key}:epoch", f"{key}:lease", f"{key}:log"]
 
     def _response_keys(self, space: str, name: str) -> tuple[str, str]:
         """(response, index), in one slot of a cluster, also for a space without a name."""
         tag = f"{{:{quote(space, safe='')}}}"
-        return f"{self._prefix}:response:{tag}:{name}", f"{self._prefix}:responses:{tag}"
-
-    def _poison_key(self, content: str) -> str:
-        return f"{self._prefix}:poison:{content}"
+        return self._key("response", tag, name), self._key("responses", tag)
 
     async def ping(self) -> None:
         """Asks for a key, which needs all of a cluster, unlike PING."""
@@ -250,7 +248,7 @@ class RedisStore:
         async with self._answering():
             pipeline: Any = self._client.pipeline(transaction=False)
             for process, keys in held.items():
-                for key in (self._hint_key(model, key) for key in keys):
+                for key in (self._key("kv", model, key) for key in keys):
                     pipeline.zadd(key, {process: now_s})
                     pipeline.zremrangebyscore(key, "-inf", now_s - ttl_s)
                     pipeline.pexpire(key, _ms(ttl_s))
@@ -261,24 +259,23 @@ class RedisStore:
         async with self._answering():
             pipeline: Any = self._client.pipeline(transaction=False)
             for key in keys:
-                pipeline.zrange(self._hint_key(model, key), 0, -1, withscores=True)
+                pipeline.zrange(self._key("kv", model, key), 0, -1, withscores=True)
             found = await pipeline.execute()
         return [{str(process): now_s - float(at) for process, at in holders} for holders in found]
 
     async def take_tokens(self, tenant: str, cost: int, rate: Rate) -> float:
         async with self._answering():
-            wait_ms = await self._take_tokens(
-                [f"{self._prefix}:quota:{{{tenant}}}"], [cost, rate.tokens_per_s, rate.size]
-            )
+            key = self._key("quota", f"{{{tenant}}}")
+            wait_ms = await self._take_tokens([key], [cost, rate.tokens_per_s, rate.size])
         return int(wait_ms) / 1000
 
     async def add_poison(self, content: str, ttl_s: float) -> None:
         async with self._answering():
-            await self._client.set(self._poison_key(content), "1", px=_ms(ttl_s))
+            await self._client.set(self._key("poison", content), "1", px=_ms(ttl_s))
 
     async def is_poison(self, content: str) -> bool:
         async with self._answering():
-            return bool(await self._client.exists(self._poison_key(content)))
+            return bool(await self._client.exists(self._key("poison", content)))
 
     async def put_response(self, space: str, name: str, text: str, *, ttl_s: float, max_responses: int) -> None:
         key, index = self._response_keys(space, name)
@@ -308,7 +305,7 @@ class RedisStore:
 
     @asynccontextmanager
     async def suspicion(self) -> AsyncGenerator[None]:
-        lock = Lock(self._client, f"{self._prefix}:suspicion", timeout=SUSPICION_S, thread_local=False)
+        lock = Lock(self._client, self._key("suspicion"), timeout=SUSPICION_S, thread_local=False)
         while True:
             async with self._answering():
                 if await lock.acquire(blocking=False):
@@ -323,9 +320,6 @@ class RedisStore:
 
     async def close(self) -> None:
         await self._client.aclose()
-
-    def _answering(self) -> AbstractAsyncContextManager[None]:
-        return answering("the session store", self._timeout_s, StoreUnavailable)
 
 
 def _flat(fields: Mapping[str, str]) -> list[str]:

@@ -183,13 +183,6 @@ class Upstream:
         recently_lost = now - self.lost_at < RECENTLY_LOST_S
         return self.load - KV_WORTH * num_held / (num_held + HALF_WORTH_TOKENS) + RECENTLY_LOST_COST * recently_lost
 
-    def holds(self, process: str, age_s: float, now: float) -> bool:
-        """Whether it is this process, and text that was in use `age_s` seconds ago is still in its cache."""
-        if self.info is None or process != self.holder:
-            return False
-        kept_s = self.info.stats.get("kv_evicted_age_s", math.inf) + now - self.reported_at
-        return age_s <= min(kept_s, TTL_S)
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -260,9 +253,12 @@ class Upstreams:
         return any(u.ready for u in self)
 
     def is_held(self, process: str, age_s: float) -> bool:
-        """Whether a process still holds the prefix of a hint of this age, as far as this gateway knows."""
+        """Whether this process still runs, and text that was in use `age_s` seconds ago is still in its cache."""
         upstream = self._upstreams.get(process.rpartition("@")[0])
-        return upstream is not None and upstream.holds(process, age_s, asyncio.get_running_loop().time())
+        if upstream is None or upstream.info is None or process != upstream.holder:
+            return False
+        reported_s_ago = asyncio.get_running_loop().time() - upstream.reported_at
+        return age_s <= min(upstream.info.stats.get("kv_evicted_age_s", math.inf) + reported_s_ago, TTL_S)
 
     async def wait_ready(self, timeout_s: float) -> bool:
         """Wait until one is ready; False when none is in time."""
@@ -340,17 +336,13 @@ class Upstreams:
         if not upstream.answers:
             log.info("verifier_found", verifier=upstream.name, worker=info.worker, model=info.model.name)
         upstream.reported_at = asyncio.get_running_loop().time()
-        upstream.info, upstream.answers, upstream.fits = info, True, self._fits(upstream.name, info.model)
-
-    def _fits(self, name: str, model: ModelInfo) -> bool:
-        problem = self._difference(model)
+        problem = self._difference(info.model)
+        upstream.info, upstream.answers, upstream.fits = info, True, not problem
         if not problem:
-            self.model = self.model or model
-            return True
-        if problem != self.mismatch:
-            log.error("verifier_does_not_fit", verifier=name, problem=problem)
-        self.mismatch = problem
-        return False
+            self.model = self.model or info.model
+        elif problem != self.mismatch:
+            log.error("verifier_does_not_fit", verifier=upstream.name, problem=problem)
+            self.mismatch = problem
 
     def _difference(self, model: ModelInfo) -> str:
         """Why tokens of this model cannot continue those of the served one; "" if they can."""

@@ -322,7 +322,6 @@ class GatewayService:
                 await live.over.wait()
         except TimeoutError:
             raise duplicate(name) from None
-        await self._ledger.flush()
 
     async def _leased(self, plan: Plan, fields: dict[str, str], account: Account) -> tuple[Plan, Entry, Record]:
         """(plan with the seed of the record, entry with the lease, record of a resumed request)"""

@@ -15,8 +15,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import structlog
@@ -70,7 +71,7 @@ class Registry:
         self._client = client
         self._prefix = prefix
         self.heartbeat_s = heartbeat_s
-        self._timeout_s = timeout_s
+        self._answering = partial(answering, "the registry", timeout_s, RegistryUnavailable)
 
     @property
     def stale_s(self) -> float:
@@ -116,9 +117,6 @@ class Registry:
 
     def _index_key(self, role: str, name: str) -> str:
         return f"{self._prefix}:workers:{role}:{name}"
-
-    def _answering(self) -> AbstractAsyncContextManager[None]:
-        return answering("the registry", self._timeout_s, RegistryUnavailable)
 
 
 @asynccontextmanager

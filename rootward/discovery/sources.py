@@ -60,27 +60,24 @@ async def open_sources(
 ) -> AsyncIterator[list[tuple[str, Discovery]]]:
     """(pool, discovery) of workers of this role. ConfigurationError for a source in the registry if there is none."""
     async with AsyncExitStack() as stack:
-        yield [(source.pool, await stack.enter_async_context(_open(source, role, registry))) for source in sources]
+        yield [(source.pool, await _opened(source, role, registry, stack)) for source in sources]
 
 
-@asynccontextmanager
-async def _open(source: Source, role: str, registry: Registry | None) -> AsyncIterator[Discovery]:
+async def _opened(source: Source, role: str, registry: Registry | None, stack: AsyncExitStack) -> Discovery:
     if source.kind == "static":
-        yield StaticDiscovery(source.target)
-    elif source.kind == "dns":
-        yield dns_discovery(*split_host_port(source.target))
-    elif source.kind == "redis":
+        return StaticDiscovery(source.target)
+    if source.kind == "dns":
+        return dns_discovery(*split_host_port(source.target))
+    if source.kind == "redis":
         if registry is None:
             raise ConfigurationError("redis_url: is empty, and workers are to be found in Redis; give --redis-url")
-        yield registry_discovery(registry, role, source.target or source.pool)
-    else:
-        try:
-            from rootward.discovery.kubernetes import open_endpoint_slices  # a large import, for clusters only
-        except ImportError:
-            message = f"kubernetes:{source.target}: needs the package kubernetes; install rootward[kubernetes]"
-            raise ConfigurationError(message) from None
-        async with open_endpoint_slices(source.target) as discovery:
-            yield discovery
+        return registry_discovery(registry, role, source.target or source.pool)
+    try:
+        from rootward.discovery.kubernetes import open_endpoint_slices  # a large import, for clusters only
+    except ImportError:
+        message = f"kubernetes:{source.target}: needs the package kubernetes; install rootward[kubernetes]"
+        raise ConfigurationError(message) from None
+    return await stack.enter_async_context(open_endpoint_slices(source.target))
 
 
 class StaticDiscovery:
