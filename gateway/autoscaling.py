@@ -37,7 +37,7 @@ SIGNALS = ("demand", "sessions", "rows", "stall")
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Snapshot:
     """All workers at one time, by id."""
 
     at_s: float
@@ -54,7 +54,7 @@ class DemandWatch:
 
     def __init__(self, registry: Registry, models: Sequence[str], clock: Clock | None = None) -> None:
         self._registry, self._models, self._clock = registry, models, clock or SystemClock()
-        self._looks: deque[Look] = deque()
+        self._snapshots: deque[Snapshot] = deque()
         self._costs: dict[str, Cost] = {}  # of a round by pool, as it was when drafters last reported
         self.ended = False  # the gateway drains
         # Set, and replaced, after every look. Take it before reading, so that no change is missed.
@@ -75,7 +75,7 @@ class DemandWatch:
         except RegistryUnavailable as error:
             log.debug("not_seen", error=str(error))
         else:
-            self._keep(Look(self._clock.now(), workers))
+            self._keep(Snapshot(self._clock.now(), workers))
         self._wake_up()
 
     def end(self) -> None:
@@ -94,17 +94,17 @@ class DemandWatch:
         of_pool = [w for w in new.workers.values() if pool in w.counters]
         verifiers = [self._reading(w, pool) for w in of_pool if w.role == "verifier"]
         drafters = [self._reading(w, pool) for w in of_pool if w.role == "drafter"]
-        return signals(verifiers, drafters, new.at_s - self._looks[0].at_s, self._costs.get(pool, UNKNOWN))
+        return signals(verifiers, drafters, new.at_s - self._snapshots[0].at_s, self._costs.get(pool, UNKNOWN))
 
     def _reading(self, worker: Worker, pool: str) -> Reading:
         """Its counters since it was first seen in the window, as `rate` computes. A worker that is new here need not be young: the registry
         may have lost it, or no verifier used its pool."""
-        seen = (look.workers.get(worker.id) for look in self._looks)
+        seen = (snapshot.workers.get(worker.id) for snapshot in self._snapshots)
         first = next((known for known in seen if known and known.incarnation == worker.incarnation), worker)
         return Reading(first.counters.get(pool, {}), worker.counters.get(pool, {}))
 
-    def _latest(self, pool: str) -> Look:
-        latest = self._looks[-1] if self._looks else None
+    def _latest(self, pool: str) -> Snapshot:
+        latest = self._snapshots[-1] if self._snapshots else None
         if latest is None or self._clock.now() - latest.at_s > HOLD_S:
             raise Unavailable("the registry has not answered; demand is unknown", retry_after_s=LOOK_S)
         if pool not in latest.pools:
@@ -112,11 +112,11 @@ class DemandWatch:
             raise NotFound(f"pool: {pool!r} is known to no verifier; known: {known}")
         return latest
 
-    def _keep(self, look: Look) -> None:
-        self._looks.append(look)
-        while len(self._looks) > 2 and look.at_s - self._looks[1].at_s >= WINDOW_S:
-            self._looks.popleft()
-        for pool in look.pools:
+    def _keep(self, snapshot: Snapshot) -> None:
+        self._snapshots.append(snapshot)
+        while len(self._snapshots) > 2 and snapshot.at_s - self._snapshots[1].at_s >= WINDOW_S:
+            self._snapshots.popleft()
+        for pool in snapshot.pools:
             self._costs[pool] = self.signals(pool).cost
 
     def _wake_up(self) -> None:

@@ -31,23 +31,20 @@ Json = Mapping[str, Any]
 
 
 def peers_in(slices: Iterable[Json], port: str) -> list[Peer]:
-    """The peers of all slices. While slices are rebuilt an endpoint may be in two of them."""
+    """The peers of all slices. While slices are rebuilt an endpoint may be in two of them.
+
+    Absent conditions mean what the API says they mean: ready, serving, not terminating. Only the first address is to be used."""
     found = []
     for item in slices:
         number = port_of(item.get("ports") or (), port)
-        if number is not None and item.get("addressType") in ("IPv4", "IPv6"):
-            found += [_peer(endpoint, number) for endpoint in item.get("endpoints") or ()]
-    return [peer for peer in found if peer is not None]
-
-
-def _peer(endpoint: Json, port: int) -> Peer | None:
-    """Absent conditions mean what the API says they mean: ready, serving, not terminating. Only the first address is to be used."""
-    conditions = endpoint.get("conditions") or {}
-    leaving = bool(conditions.get("terminating"))
-    addresses = endpoint.get("addresses") or ()
-    if not addresses or not (leaving or conditions.get("ready") in (True, None)):
-        return None
-    return Peer(join_host_port(addresses[0], port), endpoint.get("zone") or "", leaving)
+        if number is None or item.get("addressType") not in ("IPv4", "IPv6"):
+            continue
+        for endpoint in item.get("endpoints") or ():
+            conditions, addresses = endpoint.get("conditions") or {}, endpoint.get("addresses") or ()
+            leaving = bool(conditions.get("terminating"))
+            if addresses and (leaving or conditions.get("ready") in (True, None)):
+                found.append(Peer(join_host_port(addresses[0], number), endpoint.get("zone") or "", leaving))
+    return found
 
 
 def port_of(ports: Any, wanted: str) -> int | None:
