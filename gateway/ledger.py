@@ -306,7 +306,7 @@ class Ledger:
             return
         entry.held_until = asked + self._lease_s
         entry.due -= {name for name, value in write.fields.items() if entry.fields[name] == value}
-        if length == write.offset + len(write.run):
+        if length == write.end:
             entry.recorded = length
             if write.state:
                 self._entries.discard(entry)
@@ -342,7 +342,7 @@ class Ledger:
 def _due(entry: Entry) -> Write:
     fields = {name: entry.fields[name] for name in entry.due}
     run = entry.output(entry.recorded)
-    return Write(entry.lease, entry.recorded, run, fields, entry.ended, total=len(entry.tokens))
+    return Write(entry.lease, entry.recorded, run, fields, entry.ended)
 
 
 def _holder() -> str:

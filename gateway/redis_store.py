@@ -234,7 +234,7 @@ class RedisStore:
     def _arguments(self, write: Write, ttl_s: float) -> Arguments:
         lease, run = write.lease, write.run
         log: Arguments = [write.offset, len(run), run.to_json() if run else ""]
-        end: Arguments = [write.state, write.total, _ms(KEPT_AFTER_END_S)]
+        end: Arguments = [write.state, write.end, _ms(KEPT_AFTER_END_S)]
         return [*self._held(lease.holder, lease.epoch, ttl_s), *log, *end, *_flat(write.fields)]
 
     def _held(self, holder: str, epoch: int, ttl_s: float) -> Arguments:

@@ -82,14 +82,17 @@ class Record:
 @dataclass(frozen=True, slots=True)
 class Write:
     """An update of one running request. It renews the lease, sets `fields` and appends `run` if the log is `offset` long (at 0 it replaces
-    the log). With a `state` the request ends as soon as the log holds all `total` tokens."""
+    the log). With a `state` the request ends if the log then has the whole output, which is as long as `end`."""
 
     lease: Lease
     offset: int = 0
     run: Run = field(default_factory=Run)
     fields: Mapping[str, str] = field(default_factory=dict)
     state: str = ""
-    total: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.offset + len(self.run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,7 @@ class MemoryStore:
         if len(stored.log) == write.offset:
             stored.log += write.run
         stored.fields.update(write.fields)
-        if write.state and len(stored.log) == write.total:
+        if write.state and len(stored.log) == write.end:
             stored.fields["state"], stored.lease_until = write.state, 0.0
             stored.expires = self._now() + KEPT_AFTER_END_S
         return len(stored.log)
