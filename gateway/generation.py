@@ -178,7 +178,7 @@ class Generation:
         upstream = choice.upstream
         self._ledger.note(self._entry, verifier=upstream.name)
         self._process = upstream.holder
-        self._ledger.computed(self._plan.first, (), self._process, is_held=self._upstreams.is_held)
+        self._ledger.computed(self._plan.first, (), self._process)
         self._watched.sent(upstream.name, self._entry.epoch)
         return upstream
 
@@ -282,7 +282,7 @@ class Generation:
             warnings=self._plan.warnings,
         )
         if self._process:
-            self._ledger.computed(first, entry.tokens, self._process, is_held=self._upstreams.is_held)
+            self._ledger.computed(first, entry.tokens, self._process)
         self._ledger.note(entry, finish=FINISH.dump_json(Finish(reason, None, ending.stats)).decode())
         return self._delta(spans, ending, rounds)
 

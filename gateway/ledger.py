@@ -66,7 +66,8 @@ class Entry:
 
 
 class Ledger:
-    """Owns the entries; `run` writes them. `now` is the loop's clock in seconds. `model`: fingerprint of the served one; "" = unknown."""
+    """Owns the entries; `run` writes them. `now` is the loop's clock in seconds. `model`: fingerprint of the served one; "" = unknown.
+    is_held: whether a process of a verifier still holds a prefix of which the hint has an age."""
 
     def __init__(
         self,
@@ -74,11 +75,12 @@ class Ledger:
         *,
         now: Callable[[], float],
         model: Callable[[], str] = lambda: "",
+        is_held: IsHeld = lambda process, age_s: True,
         lease_s: float = 5.0,
         flush_s: float = 0.05,
     ):
-        self._store, self._now, self._model = store, now, model
-        self.prefixes = Prefixes(now)
+        self._store, self._now, self._model, self._is_held = store, now, model, is_held
+        self.prefixes = Prefixes(now, is_held)
         self._stand_in = MemoryStore(now=now)  # for quotas and poison while the store does not answer
         self._lease_s, self._flush_s = lease_s, flush_s
         self._entries: set[Entry] = set()
@@ -232,20 +234,20 @@ class Ledger:
                     await held.enter_async_context(self._store.suspicion())
             yield
 
-    def computed(self, request: VerifierRequest, output: Sequence[int], process: str, *, is_held: IsHeld) -> None:
-        """This process of a verifier holds the KV of this prompt and output, or will soon. is_held: of older hints, see `Prefixes.sent`."""
-        self.prefixes.sent(prefix_keys(self._model(), request, output), process, is_held)
+    def computed(self, request: VerifierRequest, output: Sequence[int], process: str) -> None:
+        """This process of a verifier holds the KV of this prompt and output, or will soon."""
+        self.prefixes.sent(prefix_keys(self._model(), request, output), process)
         self._dirty.set()
 
-    async def held(self, request: VerifierRequest, is_held: IsHeld) -> dict[str, int]:
+    async def held(self, request: VerifierRequest) -> dict[str, int]:
         """The number of tokens of a prompt that each verifier is thought to hold. Waits for the store for at most HINT_S."""
         keys = prefix_keys(self._model(), request)
-        found = tokens_held(self.prefixes.holders(keys), is_held)
+        found = tokens_held(self.prefixes.holders(keys), self._is_held)
         if keys and max(found.values(), default=0) < prefix_lengths(len(request.prompt))[-1]:
             with suppress(StoreUnavailable):
                 async with self._answering(HINT_S):
                     shared = await self._store.hints(self._model(), keys)
-                for name, tokens in tokens_held(shared, is_held).items():
+                for name, tokens in tokens_held(shared, self._is_held).items():
                     found[name] = max(tokens, found.get(name, 0))
         return found
 

@@ -160,13 +160,7 @@ def open_store(url: str, *, prefix: str = KEY_PREFIX, timeout_s: float = TIMEOUT
 class RedisStore:
     """`MemoryStore` has the documentation of the methods. StoreUnavailable when Redis does not answer within `timeout_s`."""
 
-    def __init__(
-        self,
-        client: Redis | RedisCluster,
-        *,
-        prefix: str = KEY_PREFIX,
-        timeout_s: float = TIMEOUT_S,
-    ):
+    def __init__(self, client: Redis | RedisCluster, *, prefix: str, timeout_s: float):
         self._client, self._prefix, self._clock = client, prefix, SystemClock()
         self._answering = partial(answering, "the session store", timeout_s, StoreUnavailable)
         scripts = (client.register_script(_HELD + own) for own in (BEGIN, TAKE_OVER, NEXT_EPOCH, WRITE))

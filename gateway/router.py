@@ -104,16 +104,16 @@ class _Hint:
 
 
 class Prefixes:
-    """Hints from the requests of this gateway. `now` is in seconds."""
+    """Hints from the requests of this gateway. `now` is in seconds; is_held: whether a hint of an age is still believed."""
 
-    def __init__(self, now: Callable[[], float]):
-        self._now = now
+    def __init__(self, now: Callable[[], float], is_held: IsHeld):
+        self._now, self._is_held = now, is_held
         self._known: OrderedDict[str, dict[str, _Hint]] = OrderedDict()  # by key and process, least recently used first
         self._unpublished: dict[str, list[str]] = {}  # by process: keys that are not yet in the session store
 
-    def sent(self, keys: Sequence[str], process: str, is_held: IsHeld) -> None:
-        """A prompt with these prefixes was sent to a verifier, which will soon hold them. is_held: whether a hint of an age, as it was last
-        published, is still believed; one that is not is published at once, since the verifier computes what it had evicted again."""
+    def sent(self, keys: Sequence[str], process: str) -> None:
+        """A prompt with these prefixes was sent to a verifier, which will soon hold them. A hint that is not believed as it was last
+        published is published at once, since the verifier computes what it had evicted again."""
         now = self._now()
         for key in keys:
             hints = self._known.setdefault(key, {})
@@ -125,7 +125,7 @@ class Prefixes:
             hint = hints[process]
             hint.used_at = now
             published_age_s = now - hint.published_at
-            if published_age_s >= PUBLISHED_S or not is_held(process, published_age_s):
+            if published_age_s >= PUBLISHED_S or not self._is_held(process, published_age_s):
                 hint.published_at = now
                 self._unpublished.setdefault(process, []).append(key)
         while len(self._known) > MAX_KNOWN:

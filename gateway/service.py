@@ -74,7 +74,7 @@ class GatewayService:
         self.incarnation = secrets.randbits(64)
         self.metrics, self.watching = Metrics(), watching or Watching(loop_time)
         self._id_scope = served_model if beside_others else ""
-        self._ledger = Ledger(store, now=loop_time, model=self._fingerprint, lease_s=lease_s)
+        self._ledger = Ledger(store, now=loop_time, model=self._fingerprint, is_held=upstreams.is_held, lease_s=lease_s)
         Gauges(self.metrics.registry, GAUGES, self._gauges)
         self._live: dict[str, _Live] = {}  # by the name that the request has at verifiers
         self.tokenizer_pool, self._grammars = TokenizerPool(), GrammarCheck(tokenizer.backend_json)
@@ -351,7 +351,7 @@ class GatewayService:
         self, plan: Plan, entry: Entry, record: Record, cutoff: Cutoff, watched: WatchedRequest
     ) -> Generation:
         request = plan.request
-        held = await self._ledger.held(plan.first, self.upstreams.is_held)
+        held = await self._ledger.held(plan.first)
         if known := record.fields.get("verifier"):
             held[known] = len(plan.first.prompt) + len(entry.tokens)
         detokenizer = self.tokenizer.detokenizer(plan.first.prompt, skip_special_tokens=request.skip_special_tokens)

@@ -58,20 +58,13 @@ class RegistryUnavailable(Unavailable):
 
 
 class Registry:
-    """Reads and writes the registry. Every call ends within `timeout_s`, RegistryUnavailable if Redis does not answer."""
+    """Reads and writes the registry. Every call ends within `TIMEOUT_S`, RegistryUnavailable if Redis does not answer."""
 
-    def __init__(
-        self,
-        client: Redis | RedisCluster,
-        *,
-        prefix: str = KEY_PREFIX,
-        heartbeat_s: float = HEARTBEAT_S,
-        timeout_s: float = TIMEOUT_S,
-    ) -> None:
+    def __init__(self, client: Redis | RedisCluster, *, prefix: str, heartbeat_s: float) -> None:
         self._client = client
         self._prefix = prefix
         self.heartbeat_s = heartbeat_s
-        self._answering = partial(answering, "the registry", timeout_s, RegistryUnavailable)
+        self._answering = partial(answering, "the registry", TIMEOUT_S, RegistryUnavailable)
 
     @property
     def stale_s(self) -> float:

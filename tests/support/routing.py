@@ -105,18 +105,19 @@ def ours() -> Policy:
     return lambda upstreams, asked, held: choose(upstreams, asked.conversation, held=held, now=0.0).upstream.name
 
 
+def is_held(process: str, age_s: float) -> bool:
+    return True
+
+
 def simulate(trace: Iterable[Asked], policy: Policy, num_verifiers: int = 4) -> Outcome:
     now = 0.0
     verifiers = {f"v{i}": Simulated(f"v{i}") for i in range(num_verifiers)}
-    hints, firsts, counts = Prefixes(lambda: now), [], dict.fromkeys(verifiers, 0)
+    hints, firsts, counts = Prefixes(lambda: now, is_held), [], dict.fromkeys(verifiers, 0)
     events: list[tuple[float, int, str, Asked | None]] = []  # an arrival, or (asked None) the end of one at a verifier
     order = itertools.count()
     num_found = num_tokens = 0
     for asked in trace:
         heapq.heappush(events, (asked.at_s, next(order), "", asked))
-
-    def is_held(process: str, age_s: float) -> bool:
-        return True
 
     def start(verifier: Simulated, came_s: float, asked: Asked) -> None:
         nonlocal num_found, num_tokens
@@ -133,7 +134,7 @@ def simulate(trace: Iterable[Asked], policy: Policy, num_verifiers: int = 4) -> 
             keys = prefix_keys("m", VerifierRequest("r", asked.prompt))
             upstreams = [v.upstream() for v in verifiers.values()]
             name = policy(upstreams, asked, tokens_held(hints.holders(keys), is_held))
-            hints.sent(keys, f"{name}@1", is_held)
+            hints.sent(keys, f"{name}@1")
             counts[name] += 1
             verifiers[name].line.append((now, asked))
         else:
