@@ -22,6 +22,7 @@ from gateway.stored_responses import ResponseStore
 from gateway.tokenizer import load_tokenizer
 from gateway.watching import Watching
 from rootward.addresses import is_loopback
+from rootward.discovery.registry import Registry, open_registry
 from rootward.discovery.sources import open_sources
 from rootward.wire.auth import BytesInFlight
 from rootward.wire.channel import public
@@ -49,7 +50,10 @@ async def serve(settings: GatewaySettings) -> None:
             max_responses=settings.max_stored_responses,
             max_bytes=settings.max_stored_response_bytes,
         )
-        models = await _models(settings, store, stack)
+        registry = None
+        if settings.redis_url:
+            registry = await stack.enter_async_context(open_registry(settings.redis_url, prefix=settings.redis_prefix))
+        models = await _models(settings, store, registry, stack)
         in_flight = BytesInFlight(settings.max_bytes_in_flight)
         server = RpcServer(
             settings.listen,
@@ -62,7 +66,8 @@ async def serve(settings: GatewaySettings) -> None:
         await stack.enter_async_context(server)
         register(models, server, shutdown_timeout_s=settings.shutdown_timeout_s)
         await server.start()
-        await stack.enter_async_context(scaler_port(settings))
+        if settings.scaler_listen and registry is not None:
+            await stack.enter_async_context(scaler_port(settings, registry))
         async with asyncio.TaskGroup() as group:
             app = RequestGuard(
                 build_app(
@@ -77,7 +82,6 @@ async def serve(settings: GatewaySettings) -> None:
             )
             group.create_task(http.run_until_stopped(access.around(app)))
             readiness = group.create_task(_keep_ready(models, server))
-            drained = group.create_task(_stop_when_drained(models))
             await models.wait_ready(FIRST_VERIFIER_S)
             await server.set_ready(models.ready)
             alias = models.names[0] if settings.metrics_compat == "vllm" else ""
@@ -86,11 +90,10 @@ async def serve(settings: GatewaySettings) -> None:
             limit_s = settings.shutdown_timeout_s
             await until_stopped(server, lambda: _drain(models, limit_s, readiness), limit_s + 2 * ABORT_S)
             await models.drain(0)
-            drained.cancel()
             http.stop()
 
 
-async def _models(settings: GatewaySettings, store: Store, stack: AsyncExitStack) -> Models:
+async def _models(settings: GatewaySettings, store: Store, registry: Registry | None, stack: AsyncExitStack) -> Models:
     watching = Watching(loop_time)
     several, services = len(settings.served) > 1, []
     for served in settings.served:
@@ -100,13 +103,12 @@ async def _models(settings: GatewaySettings, store: Store, stack: AsyncExitStack
             add_special_tokens=settings.add_special_tokens,
             special_tokens_in_messages=settings.special_tokens_in_messages,
         )
-        places = open_sources(served.sources, "verifier", redis_url=settings.redis_url, prefix=settings.redis_prefix)
-        found = await stack.enter_async_context(places)
+        sources = await stack.enter_async_context(open_sources(served.sources, "verifier", registry=registry))
         service = GatewayService(
             tokenizer,
             Upstreams(
                 {},
-                sources=found,
+                sources=sources,
                 dial=partial(RemoteVerifier, tls=settings.client_tls),
                 tokenizer_hash=tokenizer.content_hash,
             ),
@@ -121,15 +123,11 @@ async def _models(settings: GatewaySettings, store: Store, stack: AsyncExitStack
 
 
 async def _keep_ready(models: Models, server: RpcServer) -> None:
-    """Keep the health service up to date. It depends on verifiers, not on drafters."""
-    while True:
+    """Keep the health service up to date: it depends on verifiers, not on drafters. A gateway that an administrator has drained ends as
+    with SIGTERM."""
+    while not models.drained.is_set():
         await server.set_ready(models.ready)
         await asyncio.sleep(READY_POLL_S)
-
-
-async def _stop_when_drained(models: Models) -> None:
-    """End a gateway that an administrator has drained, as SIGTERM does."""
-    await models.drained.wait()
     signal.raise_signal(signal.SIGTERM)
 
 

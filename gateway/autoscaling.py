@@ -10,24 +10,21 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
 
-import grpc
 import structlog
 
 from gateway.settings import GatewaySettings
 from rootward.clock import Clock, SystemClock
 from rootward.demand import UNKNOWN, Cost, Reading, Signals, signals
-from rootward.discovery.registry import Registry, RegistryUnavailable, Worker, open_registry
+from rootward.discovery.registry import Registry, RegistryUnavailable, Worker
 from rootward.errors import InvalidRequest, NotFound, Unavailable
 from rootward.v1 import external_scaler_pb2 as pb
 from rootward.v1 import external_scaler_pb2_grpc
 from rootward.wire.server import SMALL_BYTES, RpcServer
-from rootward.wire.status import errors_as_status
+from rootward.wire.status import Context, errors_as_status
 
 log = structlog.get_logger("scaler")
 
@@ -37,24 +34,19 @@ HOLD_S = 30.0
 NAME = pb.DESCRIPTOR.services_by_name["ExternalScaler"].full_name
 GRACE_S = 1.0  # for streams to end well
 SIGNALS = ("demand", "sessions", "rows", "stall")
-LONGEST_SILENCE_S = 10.0  # after which a stream reads the state without a change
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """All workers at one time; drafters by pool."""
+class Snapshot:
+    """All workers at one time, by id."""
 
     at_s: float
-    verifiers: Mapping[str, Worker]
-    drafters: Mapping[str, Mapping[str, Worker]]
+    workers: Mapping[str, Worker]
 
     @property
     def pools(self) -> frozenset[str]:
         """Pools that verifiers draw from."""
-        return frozenset(pool for worker in self.verifiers.values() for pool in worker.counters)
-
-    def workers(self, role: str, pool: str) -> Mapping[str, Worker]:
-        return self.verifiers if role == "verifier" else self.drafters.get(pool, {})
+        return frozenset(pool for w in self.workers.values() if w.role == "verifier" for pool in w.counters)
 
 
 class DemandWatch:
@@ -62,7 +54,7 @@ class DemandWatch:
 
     def __init__(self, registry: Registry, models: Sequence[str], clock: Clock | None = None) -> None:
         self._registry, self._models, self._clock = registry, models, clock or SystemClock()
-        self._looks: deque[Look] = deque()
+        self._snapshots: deque[Snapshot] = deque()
         self._costs: dict[str, Cost] = {}  # of a round by pool, as it was when drafters last reported
         self.ended = False  # the gateway drains
         # Set, and replaced, after every look. Take it before reading, so that no change is missed.
@@ -76,14 +68,14 @@ class DemandWatch:
     async def look(self) -> None:
         """Read the registry once. The last readings stay if it does not answer."""
         try:
-            every = await asyncio.gather(*(self._registry.workers("verifier", model) for model in self._models))
-            verifiers = by_id(chain.from_iterable(every))
-            pools = {pool for worker in verifiers.values() for pool in worker.counters}
-            drafters = {pool: by_id(await self._registry.workers("drafter", pool)) for pool in sorted(pools)}
+            of_models = await asyncio.gather(*(self._registry.workers("verifier", model) for model in self._models))
+            workers = {worker.id: worker for found in of_models for worker in found}
+            for pool in sorted({pool for verifier in workers.values() for pool in verifier.counters}):
+                workers |= {drafter.id: drafter for drafter in await self._registry.workers("drafter", pool)}
         except RegistryUnavailable as error:
             log.debug("not_seen", error=str(error))
         else:
-            self._keep(Look(self._clock.now(), verifiers, drafters))
+            self._keep(Snapshot(self._clock.now(), workers))
         self._wake_up()
 
     def end(self) -> None:
@@ -93,25 +85,26 @@ class DemandWatch:
 
     def active(self, pool: str) -> bool:
         """Whether there are sessions that would take drafts of this pool."""
-        latest = self._latest(pool)
-        return any(w.counters.get(pool, {}).get("speculating_sessions", 0) > 0 for w in latest.verifiers.values())
+        workers = self._latest(pool).workers.values()
+        return any(w.counters.get(pool, {}).get("speculating_sessions", 0) > 0 for w in workers)
 
     def signals(self, pool: str) -> Signals:
         """Demand and guards of a pool. NotFound if no verifier knows it; Unavailable if the last reading is too old."""
         new = self._latest(pool)
-        verifiers = [self._reading(w, pool) for w in new.verifiers.values() if pool in w.counters]
-        drafters = [self._reading(w, pool) for w in new.drafters.get(pool, {}).values()]
-        return signals(verifiers, drafters, new.at_s - self._looks[0].at_s, self._costs.get(pool, UNKNOWN))
+        of_pool = [w for w in new.workers.values() if pool in w.counters]
+        verifiers = [self._reading(w, pool) for w in of_pool if w.role == "verifier"]
+        drafters = [self._reading(w, pool) for w in of_pool if w.role == "drafter"]
+        return signals(verifiers, drafters, new.at_s - self._snapshots[0].at_s, self._costs.get(pool, UNKNOWN))
 
     def _reading(self, worker: Worker, pool: str) -> Reading:
         """Its counters since it was first seen in the window, as `rate` computes. A worker that is new here need not be young: the registry
         may have lost it, or no verifier used its pool."""
-        seen = (look.workers(worker.role, pool).get(worker.id) for look in self._looks)
+        seen = (snapshot.workers.get(worker.id) for snapshot in self._snapshots)
         first = next((known for known in seen if known and known.incarnation == worker.incarnation), worker)
         return Reading(first.counters.get(pool, {}), worker.counters.get(pool, {}))
 
-    def _latest(self, pool: str) -> Look:
-        latest = self._looks[-1] if self._looks else None
+    def _latest(self, pool: str) -> Snapshot:
+        latest = self._snapshots[-1] if self._snapshots else None
         if latest is None or self._clock.now() - latest.at_s > HOLD_S:
             raise Unavailable("the registry has not answered; demand is unknown", retry_after_s=LOOK_S)
         if pool not in latest.pools:
@@ -119,23 +112,16 @@ class DemandWatch:
             raise NotFound(f"pool: {pool!r} is known to no verifier; known: {known}")
         return latest
 
-    def _keep(self, look: Look) -> None:
-        self._looks.append(look)
-        while len(self._looks) > 2 and look.at_s - self._looks[1].at_s >= WINDOW_S:
-            self._looks.popleft()
-        for pool in look.pools:
+    def _keep(self, snapshot: Snapshot) -> None:
+        self._snapshots.append(snapshot)
+        while len(self._snapshots) > 2 and snapshot.at_s - self._snapshots[1].at_s >= WINDOW_S:
+            self._snapshots.popleft()
+        for pool in snapshot.pools:
             self._costs[pool] = self.signals(pool).cost
 
     def _wake_up(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
-
-
-def by_id(workers: Iterable[Worker]) -> dict[str, Worker]:
-    return {worker.id: worker for worker in workers}
-
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
@@ -161,9 +147,7 @@ class ScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
                 if (active := self._watch.active(pool)) is not last:
                     last = active
                     yield pb.IsActiveResponse(result=active)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(LONGEST_SILENCE_S):
-                        await changed.wait()
+                await changed.wait()
 
     async def GetMetricSpec(self, request: pb.ScaledObjectRef, context: Context) -> pb.GetMetricSpecResponse:
         async with errors_as_status(context):
@@ -173,41 +157,32 @@ class ScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
 
     async def GetMetrics(self, request: pb.GetMetricsRequest, context: Context) -> pb.GetMetricsResponse:
         async with errors_as_status(context):
-            value = self._value(request.scaledObjectRef)
+            pool, signal = _pool(request.scaledObjectRef), _signal(request.scaledObjectRef)
+            value: float | None = getattr(self._watch.signals(pool), signal)
+            if value is None:
+                raise Unavailable(f"{signal} of pool {pool!r} is not known yet", retry_after_s=1.0)
             name = request.metricName or _metric(request.scaledObjectRef)
         values = [pb.MetricValue(metricName=name, metricValue=math.ceil(value), metricValueFloat=value)]
         return pb.GetMetricsResponse(metricValues=values)
 
-    def _value(self, request: pb.ScaledObjectRef) -> float:
-        pool = _pool(request)
-        found = self._watch.signals(pool)
-        value: float | None = getattr(found, _signal(request))
-        if value is None:
-            raise Unavailable(f"{_signal(request)} of pool {pool!r} is not known yet", retry_after_s=1.0)
-        return value
-
 
 @asynccontextmanager
-async def scaler_port(settings: GatewaySettings) -> AsyncIterator[None]:
-    """Serve on `scaler_listen`, if it is set. Streams end without an error when the gateway ends."""
-    if not settings.scaler_listen:
-        yield
-        return
-    async with open_registry(settings.redis_url, prefix=settings.redis_prefix) as registry:
-        watch = DemandWatch(registry, [served.name for served in settings.served])
-        looking = asyncio.create_task(watch.run(), name="scaler")
-        try:
-            # KEDA needs a certificate of the authority, since nothing else identifies it.
-            async with RpcServer(settings.scaler_listen, tls=settings.server_tls, grace_s=GRACE_S) as server:
-                ScalerServicer(watch).register(server)
-                await server.start()
-                await server.set_ready(True)
-                log.info("scaler_listens", address=server.address)
-                yield
-                watch.end()
-        finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+async def scaler_port(settings: GatewaySettings, registry: Registry) -> AsyncIterator[None]:
+    """Serve on `scaler_listen`. Streams end without an error when the gateway ends."""
+    watch = DemandWatch(registry, [served.name for served in settings.served])
+    looking = asyncio.create_task(watch.run(), name="scaler")
+    try:
+        # KEDA needs a certificate of the authority, since nothing else identifies it.
+        async with RpcServer(settings.scaler_listen, tls=settings.server_tls, grace_s=GRACE_S) as server:
+            ScalerServicer(watch).register(server)
+            await server.start()
+            await server.set_ready(True)
+            log.info("scaler_listens", address=server.address)
+            yield
+            watch.end()
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
 
 
 def _pool(request: pb.ScaledObjectRef) -> str:

@@ -22,7 +22,7 @@ from gateway.metrics import Metrics
 from gateway.planning import Plan
 from gateway.requests import Delta, Ending
 from gateway.resuming import FINISH, StreamInterrupted
-from gateway.router import Upstream, Upstreams
+from gateway.router import Upstream, Upstreams, choose
 from gateway.session_store import Run
 from gateway.watching import WatchedRequest
 from rootward.client.types import Round, Timing, Usage
@@ -131,35 +131,35 @@ class Generation:
             if delta.ending:
                 return
         await self._ledger.refuse_poison(self._plan.first)
-        while (reason := self._over()) is None:
-            async with AsyncExitStack() as exclusive:
-                try:
+        try:
+            while (reason := self._over()) is None:
+                async with AsyncExitStack() as exclusive:
                     if self._deaths:
                         await self._cutoff.wait(exclusive.enter_async_context(self._ledger.suspicion()), "dispatch")
                     upstream = await self._cutoff.wait(self._choose(), "dispatch")
-                except Aborted:
-                    continue
-                incarnation = upstream.incarnation
-                try:
-                    async with aclosing(self._attempt(upstream)) as runs:
-                        async for run in runs:
-                            delta = self._take(run)
-                            if self._entry.tokens:
-                                await exclusive.aclose()
-                            if delta.spans or delta.ending or delta.rounds:
-                                yield delta
-                            if delta.ending:
-                                return
-                except (Unavailable, Overloaded) as error:
-                    await self._recover(upstream, incarnation, error)
+                    incarnation = upstream.incarnation
+                    try:
+                        async with aclosing(self._attempt(upstream)) as runs:
+                            async for run in runs:
+                                delta = self._take(run)
+                                if self._entry.tokens:
+                                    await exclusive.aclose()
+                                if delta.spans or delta.ending or delta.rounds:
+                                    yield delta
+                                if delta.ending:
+                                    return
+                    except (Unavailable, Overloaded) as error:
+                        await self._recover(upstream, incarnation, error)
+        except Aborted:
+            if self._cutoff.error is not None:
+                raise self._cutoff.error from None
+            reason = FinishReason.ABORTED
         yield self._last(Finish(reason))
 
     def _over(self) -> FinishReason | None:
-        """The reason of an end that no verifier reported: aborted, or the verifier was lost after the last token."""
+        """The reason of an end that no verifier reported, since it was lost after the last token. Raises Aborted."""
         if self._cutoff.aborted:
-            if self._cutoff.error is not None:
-                raise self._cutoff.error
-            return FinishReason.ABORTED
+            raise Aborted
         if self._hidden is not None:
             return FinishReason.STOP
         full = len(self._entry.tokens) >= self._plan.first.stopping.max_tokens
@@ -170,39 +170,34 @@ class Generation:
         wait_s = self._redispatch_wait_s if self._entry.tokens else self._redispatch_wait_s / 10
         await self._upstreams.wait_ready(min(wait_s, max(0.0, self._cutoff.deadline - self._now())))
         key = self._plan.request.session_id or self._plan.request.request_id
-        choice = self._upstreams.choose(key, held=self._held, avoid=self._failed)
+        choice = choose(self._upstreams, key, held=self._held, avoid=self._failed, now=self._now())
         if choice is None:
             reason = self._upstreams.mismatch or "none answers, or all are draining"
             raise self._interrupted(f"no verifier is ready ({reason})")
         self._metrics.routed.labels(choice.outcome.value).inc()
-        self._ledger.note(self._entry, verifier=choice.name)
-        upstream = self._upstreams.get(choice.name)
+        upstream = choice.upstream
+        self._ledger.note(self._entry, verifier=upstream.name)
         self._process = upstream.holder
-        self._ledger.computed(self._plan.first, (), self._process, is_held=self._upstreams.is_held)
-        self._watched.sent(choice.name, self._entry.epoch)
+        self._ledger.computed(self._plan.first, (), self._process)
+        self._watched.sent(upstream.name, self._entry.epoch)
         return upstream
 
     async def _attempt(self, upstream: Upstream) -> AsyncGenerator[Committed, None]:
-        """Runs of one verifier, until aborted or the deadline. Unavailable when it ends without a finish."""
+        """Runs of one verifier. Raises Aborted, DeadlineExceeded, and Unavailable when it ends without a finish."""
         left_s = max(0.001, self._cutoff.deadline - self._now())
         committed, epoch = tuple(self._entry.tokens), self._entry.epoch
         request = replace(self._plan.first, committed=committed, epoch=epoch, deadline_s=left_s)
-        with upstream.busy():
-            async with aclosing(upstream.verifier.generate(request)) as stream:
-                while (run := await self._next(stream)) is not None:
-                    yield run
-        if not self._cutoff.aborted:
-            raise Unavailable("the verifier ended its stream without a finish")
-
-    async def _next(self, stream: AsyncIterator[Committed]) -> Committed | None:
-        """The next run; None at the end of the stream and when aborted."""
+        upstream.num_in_flight += 1
         try:
-            return await self._cutoff.wait(_next_or_none(stream), "generate")
-        except Aborted:
-            return None
+            async with aclosing(upstream.verifier.generate(request)) as stream:
+                while (run := await self._cutoff.wait(_next_or_none(stream), "generate")) is not None:
+                    yield run
         except DeadlineExceeded as error:  # a client that asks again would pay for these tokens twice
             error.metadata["emitted"] = str(len(self._entry.tokens))
             raise
+        finally:
+            upstream.num_in_flight -= 1
+        raise Unavailable("the verifier ended its stream without a finish")
 
     def _take(self, run: Committed) -> Delta:
         """Take the new tokens of a run of this epoch; others are dropped. Unavailable for a run that does not continue the output."""
@@ -287,7 +282,7 @@ class Generation:
             warnings=self._plan.warnings,
         )
         if self._process:
-            self._ledger.computed(first, entry.tokens, self._process, is_held=self._upstreams.is_held)
+            self._ledger.computed(first, entry.tokens, self._process)
         self._ledger.note(entry, finish=FINISH.dump_json(Finish(reason, None, ending.stats)).decode())
         return self._delta(spans, ending, rounds)
 
@@ -303,7 +298,7 @@ class Generation:
         if self._fruitless > MAX_FRUITLESS or (full and not others):
             raise self._interrupted(str(error)) if self._num_sent else error
         if not full:
-            self._upstreams.lost(upstream.name)
+            self._upstreams.lost(upstream)
         log.warning("redispatch", request_id=self._plan.request.request_id, verifier=upstream.name, error=str(error))
         self._metrics.redispatched.inc()
         await self._ledger.next_epoch(self._entry)

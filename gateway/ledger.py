@@ -22,7 +22,7 @@ from gateway.requests import as_chosen
 from gateway.router import TTL_S, IsHeld, Prefixes, prefix_keys, prefix_lengths, tokens_held
 from gateway.session_store import KEPT_AFTER_END_S, MemoryStore, Rate, Record, Run, StoreUnavailable, Write, stale
 from rootward.core.requests import TokenLogprob, VerifierRequest
-from rootward.errors import DuplicateRequest, InvalidRequest, RateLimited, Unavailable
+from rootward.errors import InvalidRequest, RateLimited, Unavailable
 from rootward.ports import Lease
 
 log = structlog.get_logger()
@@ -66,7 +66,8 @@ class Entry:
 
 
 class Ledger:
-    """Owns the entries; `run` writes them. `now` is the loop's clock in seconds. `model`: fingerprint of the served one; "" = unknown."""
+    """Owns the entries; `run` writes them. `now` is the loop's clock in seconds. `model`: fingerprint of the served one; "" = unknown.
+    is_held: whether a process of a verifier still holds a prefix of which the hint has an age."""
 
     def __init__(
         self,
@@ -74,11 +75,12 @@ class Ledger:
         *,
         now: Callable[[], float],
         model: Callable[[], str] = lambda: "",
+        is_held: IsHeld = lambda process, age_s: True,
         lease_s: float = 5.0,
         flush_s: float = 0.05,
     ):
-        self._store, self._now, self._model = store, now, model
-        self.prefixes = Prefixes(now)
+        self._store, self._now, self._model, self._is_held = store, now, model, is_held
+        self.prefixes = Prefixes(now, is_held)
         self._stand_in = MemoryStore(now=now)  # for quotas and poison while the store does not answer
         self._lease_s, self._flush_s = lease_s, flush_s
         self._entries: set[Entry] = set()
@@ -101,24 +103,17 @@ class Ledger:
         While the store does not answer the request runs under epoch 1 unrecorded: a verifier that knows a higher epoch refuses it, and the
         lease is taken in the store as soon as that answers.
         """
+        if any(entry.ended and entry.lease.request_id == request_id for entry in self._entries):
+            await self.flush()  # the store does not know yet that the last request of this id has ended here
         holder, asked, fields = _holder(), self._now(), dict(fields or {})
         due: set[str] = set()
         try:
             async with self._answering():
-                lease = await self._leased(request_id, holder, fields, least_epoch)
+                lease = await self._store.begin(request_id, holder, self._lease_s, fields, least_epoch=least_epoch)
         except StoreUnavailable:
             self._mark_down()
             lease, due = Lease(request_id, least_epoch, holder), set(fields)
         return self._entered(Entry(lease, asked + self._lease_s, fields=fields, due=due))
-
-    async def _leased(self, request_id: str, holder: str, fields: Mapping[str, str], least_epoch: int) -> Lease:
-        try:
-            return await self._store.begin(request_id, holder, self._lease_s, fields, least_epoch=least_epoch)
-        except DuplicateRequest:
-            if not any(entry.ended and entry.lease.request_id == request_id for entry in self._entries):
-                raise
-        await self.flush()  # the store does not know yet that the last request of this id has ended here
-        return await self._store.begin(request_id, holder, self._lease_s, fields, least_epoch=least_epoch)
 
     async def take_over(self, request_id: str, digest: str) -> tuple[Entry | None, Record]:
         """Continue a run, whoever drives it now. No entry if it is unknown (empty record) or finished.
@@ -235,24 +230,24 @@ class Ledger:
         async with AsyncExitStack() as held:
             await held.enter_async_context(self._stand_in.suspicion())
             with suppress(StoreUnavailable):
-                self._must_be_up()
-                await held.enter_async_context(self._store.suspicion())
+                async with self._answering():
+                    await held.enter_async_context(self._store.suspicion())
             yield
 
-    def computed(self, request: VerifierRequest, output: Sequence[int], process: str, *, is_held: IsHeld) -> None:
-        """This process of a verifier holds the KV of this prompt and output, or will soon. is_held: of older hints, see `Prefixes.sent`."""
-        self.prefixes.sent(prefix_keys(self._model(), request, output), process, is_held)
+    def computed(self, request: VerifierRequest, output: Sequence[int], process: str) -> None:
+        """This process of a verifier holds the KV of this prompt and output, or will soon."""
+        self.prefixes.sent(prefix_keys(self._model(), request, output), process)
         self._dirty.set()
 
-    async def held(self, request: VerifierRequest, is_held: IsHeld) -> dict[str, int]:
+    async def held(self, request: VerifierRequest) -> dict[str, int]:
         """The number of tokens of a prompt that each verifier is thought to hold. Waits for the store for at most HINT_S."""
         keys = prefix_keys(self._model(), request)
-        found = tokens_held(self.prefixes.holders(keys), is_held)
+        found = tokens_held(self.prefixes.holders(keys), self._is_held)
         if keys and max(found.values(), default=0) < prefix_lengths(len(request.prompt))[-1]:
             with suppress(StoreUnavailable):
                 async with self._answering(HINT_S):
                     shared = await self._store.hints(self._model(), keys)
-                for name, tokens in tokens_held(shared, is_held).items():
+                for name, tokens in tokens_held(shared, self._is_held).items():
                     found[name] = max(tokens, found.get(name, 0))
         return found
 
@@ -303,9 +298,7 @@ class Ledger:
         writes = [_due(entry) for entry in held]
         lengths = await self._store.write(writes, self._lease_s)
         for entry, write, length in zip(held, writes, lengths, strict=True):
-            if (
-                entry.lease == write.lease
-            ):  # otherwise another attempt began meanwhile, and this result is of the old one
+            if entry.lease == write.lease:  # else another attempt began meanwhile, and this result is of the old one
                 self._written(entry, write, length, asked)
 
     def _written(self, entry: Entry, write: Write, length: int, asked: float) -> None:
@@ -315,7 +308,7 @@ class Ledger:
             return
         entry.held_until = asked + self._lease_s
         entry.due -= {name for name, value in write.fields.items() if entry.fields[name] == value}
-        if length == write.offset + len(write.run):
+        if length == write.end:
             entry.recorded = length
             if write.state:
                 self._entries.discard(entry)
@@ -333,16 +326,13 @@ class Ledger:
     @asynccontextmanager
     async def _answering(self, timeout_s: float | None = None) -> AsyncGenerator[None]:
         """Bounds calls of the store for a request: StoreUnavailable after `timeout_s`, and at once while the store is down."""
-        self._must_be_up()
+        if self.down:
+            raise StoreUnavailable("the session store did not answer lately")
         try:
             async with asyncio.timeout(timeout_s):
                 yield
         except TimeoutError:
             raise StoreUnavailable("the session store is slow") from None
-
-    def _must_be_up(self) -> None:
-        if self.down:
-            raise StoreUnavailable("the session store did not answer lately")
 
     def _mark_down(self) -> None:
         if not self.down:
@@ -354,7 +344,7 @@ class Ledger:
 def _due(entry: Entry) -> Write:
     fields = {name: entry.fields[name] for name in entry.due}
     run = entry.output(entry.recorded)
-    return Write(entry.lease, entry.recorded, run, fields, entry.ended, total=len(entry.tokens))
+    return Write(entry.lease, entry.recorded, run, fields, entry.ended)
 
 
 def _holder() -> str:

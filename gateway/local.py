@@ -7,7 +7,6 @@ gateway stops first, so that running requests end.
 from __future__ import annotations
 
 import asyncio
-import os
 import shlex
 import shutil
 import signal
@@ -101,8 +100,8 @@ class Child:
         """Start it again whenever it ends. ConfigurationError with its exit code when it does not start."""
         failed = 0
         while not self._stopping:
-            was_ready = await self._once()
-            failed = 0 if was_ready else failed + 1
+            served = await self._once()
+            failed = 0 if served else failed + 1
             if self._stopping:
                 return
             code = self._process.returncode if self._process else None
@@ -138,14 +137,13 @@ class Child:
     async def stop(self, grace_s: float) -> None:
         """SIGTERM, then SIGKILL `KILL_AFTER_S` after `grace_s`."""
         self._stopping = True
-        process = self._process
-        if process is None or process.returncode is not None:
+        if self._process is None or not self.pid:
             return
         with suppress(ProcessLookupError):
-            process.terminate()
+            self._process.terminate()
         try:
             async with asyncio.timeout(grace_s + KILL_AFTER_S):
-                await process.wait()
+                await self._process.wait()
         except TimeoutError:
             log.error("process_killed", process=self.role, after_s=grace_s + KILL_AFTER_S)
             self.kill()
@@ -153,9 +151,9 @@ class Child:
     def kill(self) -> None:
         """End it at once."""
         self._stopping = True
-        if self.pid:
+        if self._process is not None and self.pid:
             with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+                self._process.kill()
 
 
 @dataclass(slots=True)
@@ -295,19 +293,18 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
         flags = {**of_drafters, "--listen": address}
         return service("drafter_service", flags, settings.drafter_flags, {} if is_head else PASSIVE_WAITING)
 
-    def redis_child() -> Child:
-        def read_address(line: str) -> str:
-            return redis if "Ready to accept connections" in line else ""
+    def redis_address(line: str) -> str:
+        return redis if "Ready to accept connections" in line else ""
 
-        command = redis_command(split_host_port(redis)[1], folder)
-        return Child("redis", command, read_address=read_address, log_to=log_to)
-
-    return Deployment(
+    deployment = Deployment(
         service("gateway", of_gateway, settings.gateway_flags),
         service("verifier_service", of_verifier, settings.verifier_flags),
         [drafter(address) for address in drafters],
-        None if settings.redis_url else redis_child(),
     )
+    if not settings.redis_url:
+        command = redis_command(split_host_port(redis)[1], folder)
+        deployment.redis = Child("redis", command, read_address=redis_address, log_to=log_to)
+    return deployment
 
 
 def _free_ports(count: int) -> list[int]:
@@ -337,17 +334,14 @@ async def _connected(deployment: Deployment) -> None:
     deadline = asyncio.get_running_loop().time() + DRAFTERS_WAIT_S
     async with AsyncClient(deployment.address, timeout=ASK_TIMEOUT_S, max_retries=0) as client:
         while True:
-            try:
+            with suppress(APIError):
                 info = await client.server_info()
-            except APIError:
-                ready, num_drafters = False, 0
-            else:
-                ready, num_drafters = any(worker.ready for worker in info.verifiers), len(info.drafters)
-            if ready and num_drafters >= len(deployment.drafters):
-                return
-            if ready and asyncio.get_running_loop().time() > deadline:
-                log.warning("drafters_missing", wanted=len(deployment.drafters), found=num_drafters)
-                return
+                if any(worker.ready for worker in info.verifiers):
+                    if len(info.drafters) >= len(deployment.drafters):
+                        return
+                    if asyncio.get_running_loop().time() > deadline:
+                        log.warning("drafters_missing", wanted=len(deployment.drafters), found=len(info.drafters))
+                        return
             await asyncio.sleep(ASK_EVERY_S)
 
 

@@ -49,38 +49,38 @@ class Metrics:
         def histogram(name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"rootward_{name}", meaning, registry=registry, buckets=buckets)
 
-        self._success = counter("request_success", "Generations that ended.", "finished_reason")
-        self._refused = counter("requests_refused", "Requests that failed, by cause.", "reason")
-        self._rejected = counter("requests_rejected", "Requests that may be tried again elsewhere or later.", "reason")
-        self._cancelled = counter("requests_cancelled", "Requests whose client disconnected.", "phase")
-        self._late = counter("request_deadline_exceeded", "Requests whose deadline passed.", "phase")
-        self._prompt = counter("prompt_tokens", "Prompt tokens of ended generations.")
-        self._cached = counter("cached_prompt_tokens", "Prompt tokens of ended generations that were in the KV cache.")
-        self._generated = counter("generation_tokens", "Tokens delivered to clients.")
+        self.success = counter("request_success", "Generations that ended.", "finished_reason")
+        self.refused = counter("requests_refused", "Requests that failed, by cause.", "reason")
+        self.rejected = counter("requests_rejected", "Requests that may be tried again elsewhere or later.", "reason")
+        self.cancelled = counter("requests_cancelled", "Requests whose client disconnected.", "phase")
+        self.late = counter("request_deadline_exceeded", "Requests whose deadline passed.", "phase")
+        self.prompt = counter("prompt_tokens", "Prompt tokens of ended generations.")
+        self.cached = counter("cached_prompt_tokens", "Prompt tokens of ended generations that were in the KV cache.")
+        self.generated = counter("generation_tokens", "Tokens delivered to clients.")
         self.redispatched = counter("redispatch", "Attempts lost and begun anew.")
         self.resumed = counter("requests_resumed", "Requests taken up again by clients.")
         self.routed = counter("route_decisions", "Attempts by why their verifier was chosen.", "outcome")
         self.poisoned = counter("requests_poisoned", "Requests refused because verifiers died of them.")
-        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN)
-        self._itl = histogram("inter_token_latency_seconds", "Between runs of tokens, per token of the run.", BETWEEN)
-        self._chunk = histogram("inter_chunk_latency_seconds", "Between runs of tokens, as a client sees it.", BETWEEN)
-        self._tpot = histogram("request_time_per_output_token_seconds", "Mean of a request, after its first.", BETWEEN)
-        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end.", WHOLE)
-        self._queue = histogram("request_queue_time_seconds", "Arrival to dispatch.", WHOLE)
-        self._prefill = histogram("request_prefill_time_seconds", "Dispatch to first token.", WHOLE)
-        self._decode = histogram("request_decode_time_seconds", "First token to last token.", WHOLE)
-        self._inference = histogram("request_inference_time_seconds", "Dispatch to last token.", WHOLE)
-        self._prompt_size = histogram("request_prompt_tokens", "Prompt tokens of a request.", COUNTS)
-        self._output_size = histogram("request_generation_tokens", "Output tokens of a request.", COUNTS)
-        self._max_tokens = histogram("request_params_max_tokens", "What requests set as max_tokens.", COUNTS)
-        self._n = histogram("request_params_n", "What requests set as n.", CHOICES)
+        self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN)
+        self.itl = histogram("inter_token_latency_seconds", "Between runs of tokens, per token of the run.", BETWEEN)
+        self.chunk = histogram("inter_chunk_latency_seconds", "Between runs of tokens, as a client sees it.", BETWEEN)
+        self.tpot = histogram("request_time_per_output_token_seconds", "Mean of a request, after its first.", BETWEEN)
+        self.e2e = histogram("e2e_request_latency_seconds", "Arrival to end.", WHOLE)
+        self.queue = histogram("request_queue_time_seconds", "Arrival to dispatch.", WHOLE)
+        self.prefill = histogram("request_prefill_time_seconds", "Dispatch to first token.", WHOLE)
+        self.decode = histogram("request_decode_time_seconds", "First token to last token.", WHOLE)
+        self.inference = histogram("request_inference_time_seconds", "Dispatch to last token.", WHOLE)
+        self.prompt_size = histogram("request_prompt_tokens", "Prompt tokens of a request.", COUNTS)
+        self.output_size = histogram("request_generation_tokens", "Output tokens of a request.", COUNTS)
+        self.max_tokens = histogram("request_params_max_tokens", "What requests set as max_tokens.", COUNTS)
+        self.n = histogram("request_params_n", "What requests set as n.", CHOICES)
 
     def of(self, request: GenerateRequest) -> RequestMetrics:
         """The metrics of one generation, from its arrival on."""
         if request.index == 0:
-            self._n.observe(request.n)
+            self.n.observe(request.n)
         if request.max_tokens is not None:
-            self._max_tokens.observe(request.max_tokens)
+            self.max_tokens.observe(request.max_tokens)
         return RequestMetrics(self)
 
 
@@ -88,7 +88,7 @@ class RequestMetrics:
     """Counts one generation from its deltas. A context manager, which also counts errors and cancellations."""
 
     def __init__(self, metrics: Metrics):
-        self._m = metrics
+        self._metrics = metrics
         self._now = asyncio.get_running_loop().time
         self._last: float | None = None  # time of the last run of tokens
         self._over = False
@@ -97,12 +97,12 @@ class RequestMetrics:
         if delta.spans:
             now = self._now()
             if self._last is not None:
-                self._m._chunk.observe(now - self._last)
-                self._m._itl.observe((now - self._last) / len(delta.spans))
+                self._metrics.chunk.observe(now - self._last)
+                self._metrics.itl.observe((now - self._last) / len(delta.spans))
             self._last = now
-            self._m._generated.inc(len(delta.spans))
-            self._m.delivered.num_tokens += len(delta.spans)
-            self._m.delivered.num_rounds += sum(not span.accepted for span in delta.spans)
+            self._metrics.generated.inc(len(delta.spans))
+            self._metrics.delivered.num_tokens += len(delta.spans)
+            self._metrics.delivered.num_rounds += sum(not span.accepted for span in delta.spans)
         if delta.ending is not None:
             self._ended(delta.ending)
 
@@ -112,10 +112,15 @@ class RequestMetrics:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._over:
             return
-        if isinstance(error, Exception):
-            self._refused(error)
-        else:
-            self._m._cancelled.labels(self._phase).inc()
+        if not isinstance(error, Exception):
+            self._metrics.cancelled.labels(self._phase).inc()
+            return
+        reason = error.reason.lower() if isinstance(error, ServiceError) else "internal"
+        self._metrics.refused.labels(reason).inc()
+        if isinstance(error, Overloaded | Unavailable):
+            self._metrics.rejected.labels(reason).inc()
+        if isinstance(error, DeadlineExceeded):
+            self._metrics.late.labels(error.metadata.get("phase", self._phase)).inc()
 
     @property
     def _phase(self) -> str:
@@ -123,27 +128,18 @@ class RequestMetrics:
 
     def _ended(self, ending: Ending) -> None:
         self._over = True
-        m, usage, timing = self._m, ending.usage, ending.timing
-        m._success.labels(ending.reason.value).inc()
-        m._prompt.inc(usage.prompt_tokens)
-        m._cached.inc(usage.cached_tokens)
-        m.delivered.num_requests += 1
-        m._prompt_size.observe(usage.prompt_tokens)
-        m._output_size.observe(usage.completion_tokens)
-        m._ttft.observe(timing.ttft_ms / 1000)
-        m._e2e.observe(timing.total_ms / 1000)
-        m._queue.observe(timing.queue_ms / 1000)
-        m._prefill.observe((timing.ttft_ms - timing.queue_ms) / 1000)
-        m._decode.observe(timing.decode_ms / 1000)
-        m._inference.observe((timing.total_ms - timing.queue_ms) / 1000)
+        metrics, usage, timing = self._metrics, ending.usage, ending.timing
+        metrics.success.labels(ending.reason.value).inc()
+        metrics.prompt.inc(usage.prompt_tokens)
+        metrics.cached.inc(usage.cached_tokens)
+        metrics.delivered.num_requests += 1
+        metrics.prompt_size.observe(usage.prompt_tokens)
+        metrics.output_size.observe(usage.completion_tokens)
+        metrics.ttft.observe(timing.ttft_ms / 1000)
+        metrics.e2e.observe(timing.total_ms / 1000)
+        metrics.queue.observe(timing.queue_ms / 1000)
+        metrics.prefill.observe((timing.ttft_ms - timing.queue_ms) / 1000)
+        metrics.decode.observe(timing.decode_ms / 1000)
+        metrics.inference.observe((timing.total_ms - timing.queue_ms) / 1000)
         if usage.completion_tokens > 1:
-            m._tpot.observe(timing.decode_ms / 1000 / (usage.completion_tokens - 1))
-
-    def _refused(self, error: Exception) -> None:
-        self._over = True
-        reason = error.reason.lower() if isinstance(error, ServiceError) else "internal"
-        self._m._refused.labels(reason).inc()
-        if isinstance(error, Overloaded | Unavailable):
-            self._m._rejected.labels(reason).inc()
-        if isinstance(error, DeadlineExceeded):
-            self._m._late.labels(error.metadata.get("phase", self._phase)).inc()
+            metrics.tpot.observe(timing.decode_ms / 1000 / (usage.completion_tokens - 1))

@@ -73,8 +73,12 @@ def _without_bad_words(request: GenerateRequest, tokenizer: Tokenizer) -> Genera
         return replace(request, sampling=replace(request.sampling, bad_sequences=tuple(found)))
 
 
-def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInfo) -> Plan:
-    """The plan of a request. InvalidRequest for everything that can be checked before a verifier sees it."""
+def make_plan(
+    request: GenerateRequest, prompt: tuple[int, ...], model: ModelInfo, *, max_prompt: int = 0, max_output: int = 0
+) -> Plan:
+    """The plan of a request. InvalidRequest for everything that can be checked before a verifier sees it.
+
+    max_prompt, max_output: the operator's limits in tokens; 0 = no limit."""
     check_name("request_id", request.request_id)
     check_name("session_id", request.session_id)
     _check_at_most("stop", len(request.stop), MAX_STOPS, "strings")
@@ -82,7 +86,8 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
         if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
             raise InvalidRequest("stop", stop[:16], f"is not 1 to {MAX_STOP_CHARACTERS} characters long")
     prompt = _truncated(request, prompt, model)
-    most = _max_tokens(request, len(prompt), model)  # before each token of a prompt that is too long is checked
+    # Before each token of a prompt that is too long is checked.
+    most = _max_tokens(request, len(prompt), model, max_prompt=max_prompt, max_output=max_output)
     prediction = () if isinstance(request.prediction, str) else request.prediction  # see `without_texts`
     speculation = request.speculation
     warnings: tuple[str, ...] = ()
@@ -130,39 +135,30 @@ def _truncated(request: GenerateRequest, prompt: tuple[int, ...], model: ModelIn
     return prompt[-most:]
 
 
-def _max_tokens(request: GenerateRequest, num_prompt: int, model: ModelInfo) -> int:
-    """The number of tokens that the client asks for, or the rest of the context."""
-    check_length(_given(request), num_prompt, model)
+def _max_tokens(
+    request: GenerateRequest, num_prompt: int, model: ModelInfo, *, max_prompt: int, max_output: int
+) -> int:
+    """The number of tokens that the client asks for, or as many as context and operator allow."""
+    field = "messages" if isinstance(request.prompt, Chat) else "prompt"
+    check_length(field, num_prompt, model)
+    if max_prompt and num_prompt > max_prompt:
+        raise ContextLengthExceeded(field, num_prompt, f"tokens are more than this server takes, {max_prompt}")
     left = model.max_positions - num_prompt
     wanted = left if request.max_tokens is None else request.max_tokens
     if wanted > left:
         fix = f"is more than a context of {model.max_positions} leaves after {num_prompt} prompt tokens; ask for at most {left}"
         raise ContextLengthExceeded("max_tokens", wanted, fix)
-    return wanted
+    if not max_output or wanted <= max_output:
+        return wanted
+    if request.max_tokens is not None:
+        raise ContextLengthExceeded("max_tokens", wanted, f"is more than this server gives, {max_output}")
+    return max_output
 
 
 def check_length(field: str, num_prompt: int, model: ModelInfo) -> None:
     if num_prompt >= model.max_positions:
         fix = f"tokens leave no room in a context of {model.max_positions}; send at most {model.max_positions - 1}"
         raise ContextLengthExceeded(field, num_prompt, fix)
-
-
-def _given(request: GenerateRequest) -> str:
-    """The field of the prompt."""
-    return "messages" if isinstance(request.prompt, Chat) else "prompt"
-
-
-def within(plan: Plan, max_prompt: int, max_output: int) -> Plan:
-    """The plan within the operator's limits, in tokens; 0 = no limit. ContextLengthExceeded if the request exceeds them."""
-    num_prompt, num_output = len(plan.first.prompt), plan.first.stopping.max_tokens
-    if max_prompt and num_prompt > max_prompt:
-        fix = f"tokens are more than this server takes, {max_prompt}"
-        raise ContextLengthExceeded(_given(plan.request), num_prompt, fix)
-    if not max_output or num_output <= max_output:
-        return plan
-    if plan.request.max_tokens is not None:
-        raise ContextLengthExceeded("max_tokens", num_output, f"is more than this server gives, {max_output}")
-    return replace(plan, first=replace(plan.first, stopping=replace(plan.first.stopping, max_tokens=max_output)))
 
 
 def check_resume(request: GenerateRequest) -> None:

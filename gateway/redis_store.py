@@ -17,7 +17,7 @@
 
 `rw` is the setting `redis_prefix`.
 `{id}` is a hash tag: all keys of one request are in one slot of a cluster, so that scripts may use them together. Request keys live
-`retention_s` (longest request + 60 s) from the last write, and 60 s after the end.
+`RETENTION_S` (longest request + 60 s) from the last write, and 60 s after the end.
 
 Fencing. Only a script that holds the lease or takes it over grants an epoch. A lease that expired, or vanished with a Redis that restarted
 empty, is taken back by its holder unless a later epoch was granted, so that an outage of Redis does not stop a running request. Every write
@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -159,35 +160,24 @@ def open_store(url: str, *, prefix: str = KEY_PREFIX, timeout_s: float = TIMEOUT
 class RedisStore:
     """`MemoryStore` has the documentation of the methods. StoreUnavailable when Redis does not answer within `timeout_s`."""
 
-    def __init__(
-        self,
-        client: Redis | RedisCluster,
-        *,
-        prefix: str = KEY_PREFIX,
-        timeout_s: float = TIMEOUT_S,
-        retention_s: float = RETENTION_S,
-    ):
-        self._client, self._timeout_s, self._clock = client, timeout_s, SystemClock()
-        self._prefix = prefix
-        self._retention_ms = _ms(retention_s)
+    def __init__(self, client: Redis | RedisCluster, *, prefix: str, timeout_s: float):
+        self._client, self._prefix, self._clock = client, prefix, SystemClock()
+        self._answering = partial(answering, "the session store", timeout_s, StoreUnavailable)
         scripts = (client.register_script(_HELD + own) for own in (BEGIN, TAKE_OVER, NEXT_EPOCH, WRITE))
         self._begin, self._take_over, self._next, self._write = scripts
         self._take_tokens = client.register_script(TAKE_TOKENS)
 
-    def _request_keys(self, request_id: str) -> list[str]:
-        key = f"{self._prefix}:req:{{{request_id}}}"
-        return [key, f"{key}:epoch", f"{key}:lease", f"{key}:log"]
+    def _key(self, *parts: str) -> str:
+        return ":".join((self._prefix, *parts))
 
-    def _hint_key(self, model: str, key: str) -> str:
-        return f"{self._prefix}:kv:{model}:{key}"
+    def _request_keys(self, request_id: str) -> list[str]:
+        key = self._key("req", f"{{{request_id}}}")
+        return [key, f"{key}:epoch", f"{key}:lease", f"{key}:log"]
 
     def _response_keys(self, space: str, name: str) -> tuple[str, str]:
         """(response, index), in one slot of a cluster, also for a space without a name."""
         tag = f"{{:{quote(space, safe='')}}}"
-        return f"{self._prefix}:response:{tag}:{name}", f"{self._prefix}:responses:{tag}"
-
-    def _poison_key(self, content: str) -> str:
-        return f"{self._prefix}:poison:{content}"
+        return self._key("response", tag, name), self._key("responses", tag)
 
     async def ping(self) -> None:
         """Asks for a key, which needs all of a cluster, unlike PING."""
@@ -238,12 +228,12 @@ class RedisStore:
     def _arguments(self, write: Write, ttl_s: float) -> Arguments:
         lease, run = write.lease, write.run
         log: Arguments = [write.offset, len(run), run.to_json() if run else ""]
-        end: Arguments = [write.state, write.total, _ms(KEPT_AFTER_END_S)]
+        end: Arguments = [write.state, write.end, _ms(KEPT_AFTER_END_S)]
         return [*self._held(lease.holder, lease.epoch, ttl_s), *log, *end, *_flat(write.fields)]
 
     def _held(self, holder: str, epoch: int, ttl_s: float) -> Arguments:
         """The first arguments of every script on a request."""
-        return [holder, epoch, _ms(ttl_s), self._retention_ms]
+        return [holder, epoch, _ms(ttl_s), _ms(RETENTION_S)]
 
     async def put_hints(self, model: str, held: Mapping[str, Sequence[str]], ttl_s: float) -> None:
         if not held:
@@ -252,7 +242,7 @@ class RedisStore:
         async with self._answering():
             pipeline: Any = self._client.pipeline(transaction=False)
             for process, keys in held.items():
-                for key in (self._hint_key(model, key) for key in keys):
+                for key in (self._key("kv", model, key) for key in keys):
                     pipeline.zadd(key, {process: now_s})
                     pipeline.zremrangebyscore(key, "-inf", now_s - ttl_s)
                     pipeline.pexpire(key, _ms(ttl_s))
@@ -263,24 +253,23 @@ class RedisStore:
         async with self._answering():
             pipeline: Any = self._client.pipeline(transaction=False)
             for key in keys:
-                pipeline.zrange(self._hint_key(model, key), 0, -1, withscores=True)
+                pipeline.zrange(self._key("kv", model, key), 0, -1, withscores=True)
             found = await pipeline.execute()
         return [{str(process): now_s - float(at) for process, at in holders} for holders in found]
 
     async def take_tokens(self, tenant: str, cost: int, rate: Rate) -> float:
         async with self._answering():
-            wait_ms = await self._take_tokens(
-                [f"{self._prefix}:quota:{{{tenant}}}"], [cost, rate.tokens_per_s, rate.size]
-            )
+            key = self._key("quota", f"{{{tenant}}}")
+            wait_ms = await self._take_tokens([key], [cost, rate.tokens_per_s, rate.size])
         return int(wait_ms) / 1000
 
     async def add_poison(self, content: str, ttl_s: float) -> None:
         async with self._answering():
-            await self._client.set(self._poison_key(content), "1", px=_ms(ttl_s))
+            await self._client.set(self._key("poison", content), "1", px=_ms(ttl_s))
 
     async def is_poison(self, content: str) -> bool:
         async with self._answering():
-            return bool(await self._client.exists(self._poison_key(content)))
+            return bool(await self._client.exists(self._key("poison", content)))
 
     async def put_response(self, space: str, name: str, text: str, *, ttl_s: float, max_responses: int) -> None:
         key, index = self._response_keys(space, name)
@@ -310,7 +299,7 @@ class RedisStore:
 
     @asynccontextmanager
     async def suspicion(self) -> AsyncGenerator[None]:
-        lock = Lock(self._client, f"{self._prefix}:suspicion", timeout=SUSPICION_S, thread_local=False)
+        lock = Lock(self._client, self._key("suspicion"), timeout=SUSPICION_S, thread_local=False)
         while True:
             async with self._answering():
                 if await lock.acquire(blocking=False):
@@ -325,9 +314,6 @@ class RedisStore:
 
     async def close(self) -> None:
         await self._client.aclose()
-
-    def _answering(self) -> AbstractAsyncContextManager[None]:
-        return answering("the session store", self._timeout_s, StoreUnavailable)
 
 
 def _flat(fields: Mapping[str, str]) -> list[str]:

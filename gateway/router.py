@@ -19,8 +19,8 @@ import asyncio
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import takewhile
@@ -44,25 +44,8 @@ MAX_KNOWN = 65536  # prefixes this gateway remembers
 TTL_S = 1800.0  # of a hint that is not used
 PUBLISHED_S = 10.0  # the least time between two publications of one hint that other gateways still believe
 RECENTLY_LOST_S = 10.0  # time after a loss in which other verifiers are preferred
-HURRY_S = 0.1  # between polls while a request waits for a verifier
-
-
-@dataclass(frozen=True, slots=True)
-class VerifierView:
-    """One verifier as this gateway sees it."""
-
-    name: str
-    ready: bool  # it answered lately, fits the model and is not draining
-    num_running: int = 0  # of all gateways, as it last reported
-    num_waiting: int = 0
-    max_sessions: int = 1
-    num_in_flight: int = 0  # of this gateway, now
-    recently_lost: bool = False  # a stream of it broke a moment ago, and another one may
-
-    @property
-    def load(self) -> float:
-        """Requests per session slot. The count of this gateway is newer than the report of the verifier."""
-        return max(self.num_running + self.num_waiting, self.num_in_flight) / max(1, self.max_sessions)
+POLL_TIMEOUT_S = 2.0
+NOT_READY_POLL_S = 0.1  # between polls while no verifier is ready
 
 
 class Outcome(str, Enum):
@@ -71,44 +54,6 @@ class Outcome(str, Enum):
     AFFINITY = "affinity"  # it holds some of the prompt
     LEAST_LOAD = "least_load"
     FALLBACK = "fallback"  # it failed this request already, and there is no other
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    name: str
-    outcome: Outcome
-
-
-def choose(
-    views: Sequence[VerifierView],
-    key: str,
-    *,
-    held: Mapping[str, int] | None = None,
-    avoid: Collection[str] = frozenset(),
-) -> Choice | None:
-    """The verifier for the request `key`, or None when none is ready.
-
-    held: tokens of the prompt whose KV a verifier is thought to hold, by name. avoid: verifiers that failed this request already. A hash of
-    `key` decides between equal costs, so that the turns of a session go to one verifier.
-    """
-    held = held or {}
-    ready = [v for v in views if v.ready]
-    wanted = [v for v in ready if v.name not in avoid]
-    best = min(wanted or ready, key=lambda v: (cost(v, held.get(v.name, 0)), _score(key, v.name)), default=None)
-    if best is None:
-        return None
-    if not wanted:
-        return Choice(best.name, Outcome.FALLBACK)
-    return Choice(best.name, Outcome.AFFINITY if held.get(best.name) else Outcome.LEAST_LOAD)
-
-
-def cost(view: VerifierView, num_held: int) -> float:
-    return view.load - KV_WORTH * num_held / (num_held + HALF_WORTH_TOKENS) + RECENTLY_LOST_COST * view.recently_lost
-
-
-def _score(key: str, name: str) -> bytes:
-    """Rendezvous hashing: adding or removing a verifier moves only the keys that must move."""
-    return hashlib.blake2b(f"{key}\0{name}".encode(), digest_size=8).digest()
 
 
 # Process of a verifier (`Upstream.holder`) → age in seconds of the hint that it holds a prefix.
@@ -159,16 +104,16 @@ class _Hint:
 
 
 class Prefixes:
-    """Hints from the requests of this gateway. `now` is in seconds."""
+    """Hints from the requests of this gateway. `now` is in seconds; is_held: whether a hint of an age is still believed."""
 
-    def __init__(self, now: Callable[[], float]):
-        self._now = now
+    def __init__(self, now: Callable[[], float], is_held: IsHeld):
+        self._now, self._is_held = now, is_held
         self._known: OrderedDict[str, dict[str, _Hint]] = OrderedDict()  # by key and process, least recently used first
         self._unpublished: dict[str, list[str]] = {}  # by process: keys that are not yet in the session store
 
-    def sent(self, keys: Sequence[str], process: str, is_held: IsHeld) -> None:
-        """A prompt with these prefixes was sent to a verifier, which will soon hold them. is_held: whether a hint of an age, as it was last
-        published, is still believed; one that is not is published at once, since the verifier computes what it had evicted again."""
+    def sent(self, keys: Sequence[str], process: str) -> None:
+        """A prompt with these prefixes was sent to a verifier, which will soon hold them. A hint that is not believed as it was last
+        published is published at once, since the verifier computes what it had evicted again."""
         now = self._now()
         for key in keys:
             hints = self._known.setdefault(key, {})
@@ -180,7 +125,7 @@ class Prefixes:
             hint = hints[process]
             hint.used_at = now
             published_age_s = now - hint.published_at
-            if published_age_s >= PUBLISHED_S or not is_held(process, published_age_s):
+            if published_age_s >= PUBLISHED_S or not self._is_held(process, published_age_s):
                 hint.published_at = now
                 self._unpublished.setdefault(process, []).append(key)
         while len(self._known) > MAX_KNOWN:
@@ -207,7 +152,7 @@ class Upstream:
     answers: bool = False
     fits: bool = True  # its model is the one that this gateway serves
     listed: bool = True  # by discovery, and not as leaving
-    num_in_flight: int = 0
+    num_in_flight: int = 0  # requests of this gateway, now
     lost_at: float = -math.inf  # when a stream of it last broke, on the loop's clock
     reported_at: float = 0.0  # when `info` came, on the loop's clock
 
@@ -225,34 +170,53 @@ class Upstream:
         """The name of its process in hints."""
         return f"{self.name}@{self.incarnation:x}"
 
-    def holds(self, process: str, age_s: float, now: float) -> bool:
-        """Whether it is this process, and text that was in use `age_s` seconds ago is still in its cache."""
-        if self.info is None or process != self.holder:
-            return False
-        kept_s = self.info.stats.get("kv_evicted_age_s", math.inf) + now - self.reported_at
-        return age_s <= min(kept_s, TTL_S)
+    @property
+    def load(self) -> float:
+        """Requests per session slot. The count of this gateway is newer than the report of the verifier."""
+        if self.info is None:
+            return 0.0
+        reported = self.info.num_running + self.info.num_waiting
+        return max(reported, self.num_in_flight) / max(1, self.info.max_sessions)
 
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        self.num_in_flight += 1
-        try:
-            yield
-        finally:
-            self.num_in_flight -= 1
+    def cost(self, num_held: int, now: float) -> float:
+        """Cost of a request of which it holds the first `num_held` tokens of the prompt."""
+        recently_lost = now - self.lost_at < RECENTLY_LOST_S
+        return self.load - KV_WORTH * num_held / (num_held + HALF_WORTH_TOKENS) + RECENTLY_LOST_COST * recently_lost
 
-    def view(self, now: float) -> VerifierView:
-        info = self.info
-        if info is None:
-            return VerifierView(self.name, ready=False)
-        return VerifierView(
-            self.name,
-            self.ready,
-            num_running=info.num_running,
-            num_waiting=info.num_waiting,
-            max_sessions=info.max_sessions,
-            num_in_flight=self.num_in_flight,
-            recently_lost=now - self.lost_at < RECENTLY_LOST_S,
-        )
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    upstream: Upstream
+    outcome: Outcome
+
+
+def choose(
+    upstreams: Iterable[Upstream],
+    key: str,
+    *,
+    held: Mapping[str, int] | None = None,
+    avoid: Collection[str] = frozenset(),
+    now: float,
+) -> Choice | None:
+    """The verifier for the request `key`, or None when none is ready.
+
+    held: tokens of the prompt whose KV a verifier is thought to hold, by name. avoid: verifiers that failed this request already. A hash of
+    `key` decides between equal costs, so that the turns of a session go to one verifier.
+    """
+    held = held or {}
+    ready = [u for u in upstreams if u.ready]
+    wanted = [u for u in ready if u.name not in avoid]
+    best = min(wanted or ready, key=lambda u: (u.cost(held.get(u.name, 0), now), _score(key, u.name)), default=None)
+    if best is None:
+        return None
+    if not wanted:
+        return Choice(best, Outcome.FALLBACK)
+    return Choice(best, Outcome.AFFINITY if held.get(best.name) else Outcome.LEAST_LOAD)
+
+
+def _score(key: str, name: str) -> bytes:
+    """Rendezvous hashing: adding or removing a verifier moves only the keys that must move."""
+    return hashlib.blake2b(f"{key}\0{name}".encode(), digest_size=8).digest()
 
 
 class Upstreams:
@@ -269,16 +233,14 @@ class Upstreams:
         dial: Callable[[str], RemoteVerifier] = RemoteVerifier,
         tokenizer_hash: str = "",
         poll_s: float = 1.0,
-        timeout_s: float = 2.0,
     ):
         self._upstreams = {name: Upstream(name, verifier) for name, verifier in verifiers.items()}
         self._sources, self._dial = sources, dial
         self._found: Mapping[str, tuple[str, Peer]] = {}  # by address, as discovery lists them now
         self._dialled: dict[str, RemoteVerifier] = {}
         self._tokenizer_hash = tokenizer_hash  # of the gateway's own tokenizer; "" = not compared
-        self._poll_s, self._timeout_s = poll_s, timeout_s
-        self._num_waiting = 0
-        self._hurry = asyncio.Event()
+        self._poll_s = poll_s
+        self._poll_now = asyncio.Event()
         self._polled = asyncio.Event()  # set, and replaced, after every poll
         self.model: ModelInfo | None = None
         self.mismatch = ""  # why a verifier does not fit, for people
@@ -290,39 +252,29 @@ class Upstreams:
     def ready(self) -> bool:
         return any(u.ready for u in self)
 
-    def get(self, name: str) -> Upstream:
-        return self._upstreams[name]
-
     def is_held(self, process: str, age_s: float) -> bool:
-        """Whether a process still holds the prefix of a hint of this age, as far as this gateway knows."""
+        """Whether this process still runs, and text that was in use `age_s` seconds ago is still in its cache."""
         upstream = self._upstreams.get(process.rpartition("@")[0])
-        return upstream is not None and upstream.holds(process, age_s, asyncio.get_running_loop().time())
-
-    def choose(
-        self, key: str, *, held: Mapping[str, int] | None = None, avoid: Collection[str] = frozenset()
-    ) -> Choice | None:
-        now = asyncio.get_running_loop().time()
-        return choose([u.view(now) for u in self], key, held=held, avoid=avoid)
+        if upstream is None or upstream.info is None or process != upstream.holder:
+            return False
+        reported_s_ago = asyncio.get_running_loop().time() - upstream.reported_at
+        return age_s <= min(upstream.info.stats.get("kv_evicted_age_s", math.inf) + reported_s_ago, TTL_S)
 
     async def wait_ready(self, timeout_s: float) -> bool:
-        """Have `run` poll at once and often until one is ready; False when none is in time."""
-        self._num_waiting += 1
-        if self._num_waiting == 1:  # else `run` polls every HURRY_S already
-            self._hurry.set()
+        """Wait until one is ready; False when none is in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.ready:
                     await self._polled.wait()
         except TimeoutError:
             return False
-        finally:
-            self._num_waiting -= 1
         return True
 
-    def lost(self, name: str) -> None:
+    def lost(self, upstream: Upstream) -> None:
         """A stream of this verifier broke: not ready until it answers again."""
-        if (lost := self._upstreams.get(name)) is not None:
-            lost.answers, lost.lost_at = False, asyncio.get_running_loop().time()
+        upstream.answers, upstream.lost_at = False, asyncio.get_running_loop().time()
+        if not self.ready:
+            self._poll_now.set()
 
     async def has_died(self, upstream: Upstream, incarnation: int) -> bool:
         """Poll it now: whether the process of this incarnation has gone, so that nothing or another process answers."""
@@ -345,9 +297,9 @@ class Upstreams:
         for address in found.keys() - self._upstreams.keys():
             self._dialled[address] = self._dial(address)
             self._upstreams[address] = Upstream(address, self._dialled[address])
-            self._hurry.set()
         for address in self._dialled:
             self._upstreams[address].listed = address in found and not found[address][1].leaving
+        self._poll_now.set()
 
     async def _drop_gone(self) -> None:
         for address in [a for a in self._dialled if a not in self._found and not self._upstreams[a].num_in_flight]:
@@ -355,16 +307,16 @@ class Upstreams:
             await self._dialled.pop(address).close()
 
     async def _poll_forever(self) -> None:
-        """Poll once a second, and more often while a request waits for a verifier."""
+        """Poll once a second, and more often while none is ready."""
         while True:
             await self._drop_gone()
             await self.poll()
             self._polled.set()
             self._polled = asyncio.Event()
-            self._hurry.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(HURRY_S if self._num_waiting else self._poll_s):
-                    await self._hurry.wait()
+                async with asyncio.timeout(self._poll_s if self.ready else min(self._poll_s, NOT_READY_POLL_S)):
+                    await self._poll_now.wait()
+            self._poll_now.clear()
 
     async def poll(self) -> None:
         """Ask every verifier for its state once."""
@@ -374,7 +326,7 @@ class Upstreams:
 
     async def _ask(self, upstream: Upstream) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(POLL_TIMEOUT_S):
                 info = await upstream.verifier.get_info()
         except (RootwardError, OSError, TimeoutError) as error:
             if upstream.answers:
@@ -384,17 +336,13 @@ class Upstreams:
         if not upstream.answers:
             log.info("verifier_found", verifier=upstream.name, worker=info.worker, model=info.model.name)
         upstream.reported_at = asyncio.get_running_loop().time()
-        upstream.info, upstream.answers, upstream.fits = info, True, self._fits(upstream.name, info.model)
-
-    def _fits(self, name: str, model: ModelInfo) -> bool:
-        problem = self._difference(model)
+        problem = self._difference(info.model)
+        upstream.info, upstream.answers, upstream.fits = info, True, not problem
         if not problem:
-            self.model = self.model or model
-            return True
-        if problem != self.mismatch:
-            log.error("verifier_does_not_fit", verifier=name, problem=problem)
-        self.mismatch = problem
-        return False
+            self.model = self.model or info.model
+        elif problem != self.mismatch:
+            log.error("verifier_does_not_fit", verifier=upstream.name, problem=problem)
+            self.mismatch = problem
 
     def _difference(self, model: ModelInfo) -> str:
         """Why tokens of this model cannot continue those of the served one; "" if they can."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
@@ -18,7 +19,7 @@ from gateway.generation import Aborted, Cutoff, Generation
 from gateway.grammar_check import GrammarCheck
 from gateway.ledger import Entry, Ledger
 from gateway.metrics import GAUGES, Metrics
-from gateway.planning import Plan, check_resume, make_plan, refusing, within, without_texts
+from gateway.planning import Plan, check_resume, make_plan, refusing, without_texts
 from gateway.quotas import Account
 from gateway.redis_store import Store
 from gateway.requests import Chat, Delta, Ending, GenerateRequest
@@ -29,7 +30,6 @@ from gateway.settings import GatewaySettings
 from gateway.tokenizer import CHARACTERS_PER_TOKEN, INLINE_CHARACTERS, Tokenizer, TokenizerPool, texts_in
 from gateway.watching import WatchedRequest, Watching
 from rootward.client.types import Timing, Usage
-from rootward.clock import SystemClock
 from rootward.core.requests import FinishReason, SpeculationStats, check_ids
 from rootward.errors import ContextLengthExceeded, InvalidRequest, ServiceError, Unavailable
 from rootward.metrics import Gauges
@@ -74,8 +74,7 @@ class GatewayService:
         self.incarnation = secrets.randbits(64)
         self.metrics, self.watching = Metrics(), watching or Watching(loop_time)
         self._id_scope = served_model if beside_others else ""
-        self._store, self._clock = store, SystemClock()
-        self._ledger = Ledger(store, now=loop_time, model=self._fingerprint, lease_s=lease_s)
+        self._ledger = Ledger(store, now=loop_time, model=self._fingerprint, is_held=upstreams.is_held, lease_s=lease_s)
         Gauges(self.metrics.registry, GAUGES, self._gauges)
         self._live: dict[str, _Live] = {}  # by the name that the request has at verifiers
         self.tokenizer_pool, self._grammars = TokenizerPool(), GrammarCheck(tokenizer.backend_json)
@@ -163,8 +162,13 @@ class GatewayService:
             await self.upstreams.wait_ready(min(limit, FIRST_VERIFIER_WAIT_S))
         size = len(request.prediction) + sum(map(len, request.bad_words))
         request = await self.tokenizer_pool.run(size, without_texts, request, self.tokenizer)
-        plan = make_plan(request, await self.prompt_ids(request), self.model)
-        plan = within(plan, self.settings.max_prompt_tokens, self.settings.max_output_tokens)
+        plan = make_plan(
+            request,
+            await self.prompt_ids(request),
+            self.model,
+            max_prompt=self.settings.max_prompt_tokens,
+            max_output=self.settings.max_output_tokens,
+        )
         cutoff = Cutoff(arrived + limit)
         received = request.resume.offset if request.resume else 0
         try:
@@ -244,10 +248,9 @@ class GatewayService:
         )
 
     def _check_characters(self, prompt: str | Chat) -> None:
-        limit = self.settings.max_prompt_characters
-        if not limit:
-            model = self.upstreams.model
-            limit = CHARACTERS_A_TOKEN * max(model.max_positions if model else 0, MIN_CONTEXT)
+        model = self.upstreams.model
+        of_context = CHARACTERS_A_TOKEN * max(model.max_positions if model else 0, MIN_CONTEXT)
+        limit = self.settings.max_prompt_characters or of_context
         if (size := _characters(prompt)) > limit:
             field = "messages" if isinstance(prompt, Chat) else "prompt"
             raise ContextLengthExceeded(field, size, f"characters are more than this server takes, {limit}; shorten it")
@@ -319,7 +322,6 @@ class GatewayService:
                 await live.over.wait()
         except TimeoutError:
             raise duplicate(name) from None
-        await self._ledger.flush()
 
     async def _leased(self, plan: Plan, fields: dict[str, str], account: Account) -> tuple[Plan, Entry, Record]:
         """(plan with the seed of the record, entry with the lease, record of a resumed request)"""
@@ -340,7 +342,7 @@ class GatewayService:
             self._ledger.extend(entry, record.output)
         elif entry is None:
             # The record is lost, but a verifier may know its epochs: epochs that begin with the time are above all of them.
-            entry = await self._ledger.begin(name, fields, least_epoch=int(self._clock.wall()))
+            entry = await self._ledger.begin(name, fields, least_epoch=int(time.time()))
         self._ledger.extend(entry, more)
         self.metrics.resumed.inc()
         return plan, entry, record
@@ -349,7 +351,7 @@ class GatewayService:
         self, plan: Plan, entry: Entry, record: Record, cutoff: Cutoff, watched: WatchedRequest
     ) -> Generation:
         request = plan.request
-        held = await self._ledger.held(plan.first, self.upstreams.is_held)
+        held = await self._ledger.held(plan.first)
         if known := record.fields.get("verifier"):
             held[known] = len(plan.first.prompt) + len(entry.tokens)
         detokenizer = self.tokenizer.detokenizer(plan.first.prompt, skip_special_tokens=request.skip_special_tokens)

@@ -22,7 +22,6 @@ from rootward.ports import Lease
 RETENTION_S = 660.0  # the longest request (600 s) + 60 s
 KEPT_AFTER_END_S = 60.0
 FORGET_EVERY_S = 1.0
-MAX_POISON = 1024  # requests that a MemoryStore remembers
 
 RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
 
@@ -83,14 +82,17 @@ class Record:
 @dataclass(frozen=True, slots=True)
 class Write:
     """An update of one running request. It renews the lease, sets `fields` and appends `run` if the log is `offset` long (at 0 it replaces
-    the log). With a `state` the request ends as soon as the log holds all `total` tokens."""
+    the log). With a `state` the request ends if the log then has the whole output, which is as long as `end`."""
 
     lease: Lease
     offset: int = 0
     run: Run = field(default_factory=Run)
     fields: Mapping[str, str] = field(default_factory=dict)
     state: str = ""
-    total: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.offset + len(self.run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +101,6 @@ class Rate:
 
     tokens_per_s: float
     size: float
-
-
-@dataclass(slots=True)
-class _Bucket:
-    level: float
-    filled_at: float  # up to this level
-    expires: float  # when it is full, as a new one is
 
 
 @dataclass(slots=True)
@@ -130,13 +125,13 @@ class MemoryStore:
     Calls of any store are bounded in time and may raise StoreUnavailable; those of this one do not.
     """
 
-    def __init__(self, *, now: Callable[[], float] = time.monotonic, retention_s: float = RETENTION_S):
-        self._now, self._retention_s = now, retention_s
+    def __init__(self, *, now: Callable[[], float] = time.monotonic):
+        self._now = now
         self._requests: dict[str, _StoredRequest] = {}
-        self._responses: dict[str, dict[str, _StoredResponse]] = {}  # by space and name, the oldest first
+        self._responses: dict[tuple[str, str], _StoredResponse] = {}  # by space and name, the oldest first
         self._poison: dict[str, float] = {}  # content → when it expires
         self._suspicion = asyncio.Lock()
-        self._buckets: dict[str, _Bucket] = {}  # by tenant
+        self._full_at: dict[str, float] = {}  # tenant → when its bucket is full, as that of an unknown tenant is
         self._next_forget = 0.0
 
     async def ping(self) -> None:
@@ -191,7 +186,7 @@ class MemoryStore:
         if len(stored.log) == write.offset:
             stored.log += write.run
         stored.fields.update(write.fields)
-        if write.state and len(stored.log) == write.total:
+        if write.state and len(stored.log) == write.end:
             stored.fields["state"], stored.lease_until = write.state, 0.0
             stored.expires = self._now() + KEPT_AFTER_END_S
         return len(stored.log)
@@ -210,20 +205,17 @@ class MemoryStore:
         too large for ever."""
         self._forget_expired()
         now = self._now()
-        bucket = self._buckets.get(tenant, _Bucket(rate.size, now, now))
-        level = min(rate.size, bucket.level + (now - bucket.filled_at) * rate.tokens_per_s)
+        full_at = max(now, self._full_at.get(tenant, now))
+        level = rate.size - (full_at - now) * rate.tokens_per_s
         needed = min(cost, rate.size)
         if cost > 0 and level < needed:
             return (needed - level) / rate.tokens_per_s
-        level = min(rate.size, level - cost)
-        self._buckets[tenant] = _Bucket(level, now, now + (rate.size - level) / rate.tokens_per_s)
+        self._full_at[tenant] = full_at + cost / rate.tokens_per_s
         return 0.0
 
     async def add_poison(self, content: str, ttl_s: float) -> None:
         """Remember the hash of a request that verifiers died of."""
         self._poison[content] = self._now() + ttl_s
-        if len(self._poison) > MAX_POISON:
-            del self._poison[next(iter(self._poison))]
 
     async def is_poison(self, content: str) -> bool:
         self._forget_expired()
@@ -231,23 +223,21 @@ class MemoryStore:
 
     async def put_response(self, space: str, name: str, text: str, *, ttl_s: float, max_responses: int) -> None:
         """Store a response for `ttl_s`; the space keeps its newest `max_responses`."""
-        stored = self._responses.setdefault(space, {})
-        stored.pop(name, None)
-        stored[name] = _StoredResponse(text, self._now() + ttl_s)
-        while len(stored) > max_responses:
-            del stored[next(iter(stored))]
+        self._responses.pop((space, name), None)
+        self._responses[space, name] = _StoredResponse(text, self._now() + ttl_s)
+        for key in [key for key in self._responses if key[0] == space][:-max_responses]:
+            del self._responses[key]
 
     async def response(self, space: str, name: str) -> str | None:
         """The stored text; None if there is none."""
         self._forget_expired()
-        stored = self._responses.get(space, {}).get(name)
+        stored = self._responses.get((space, name))
         return stored.text if stored is not None and stored.expires > self._now() else None
 
     async def delete_response(self, space: str, name: str) -> bool:
         """Whether there was one."""
         known = await self.response(space, name) is not None
-        if known:
-            del self._responses[space][name]
+        self._responses.pop((space, name), None)
         return known
 
     def suspicion(self) -> AbstractAsyncContextManager[None]:
@@ -267,7 +257,7 @@ class MemoryStore:
         now = self._now()
         stored.epoch, stored.holder, stored.lease_until = epoch, holder, now + ttl_s
         stored.fields |= {"state": RUNNING, "epoch": str(epoch), "holder": holder}
-        stored.expires = now + self._retention_s
+        stored.expires = now + RETENTION_S
         return Lease(request_id, epoch, holder)
 
     def _forget_expired(self) -> None:
@@ -277,13 +267,9 @@ class MemoryStore:
             return
         self._next_forget = now + FORGET_EVERY_S
         self._requests = {name: one for name, one in self._requests.items() if one.expires > now}
-        self._buckets = {tenant: one for tenant, one in self._buckets.items() if one.expires > now}
+        self._responses = {key: one for key, one in self._responses.items() if one.expires > now}
+        self._full_at = {tenant: at for tenant, at in self._full_at.items() if at > now}
         self._poison = {content: until for content, until in self._poison.items() if until > now}
-        alive = {
-            space: {name: one for name, one in stored.items() if one.expires > now}
-            for space, stored in self._responses.items()
-        }
-        self._responses = {space: stored for space, stored in alive.items() if stored}
 
 
 def duplicate(request_id: str) -> DuplicateRequest:

@@ -29,10 +29,6 @@ Address = Annotated[str, AfterValidator(_address)]
 
 
 ToolCallFormat = Literal["auto", "hermes", "mistral", "json"]
-_TOOL_CALL_FORMAT = (
-    "how the model writes tool calls: hermes (<tool_call>), mistral ([TOOL_CALLS]), json (Llama 3) "
-    "or auto (as its chat template does)"
-)
 
 
 class ServedModel(BaseModel):
@@ -94,7 +90,11 @@ class GatewaySettings(ProcessSettings):
         False,
         description="text that chat models write between <think> and </think> first is returned apart, as reasoning_content",
     )
-    tool_call_format: ToolCallFormat = Field("auto", description=_TOOL_CALL_FORMAT)
+    tool_call_format: ToolCallFormat = Field(
+        "auto",
+        description="how the model writes tool calls: hermes (<tool_call>), mistral ([TOOL_CALLS]), json (Llama 3) "
+        "or auto (as its chat template does)",
+    )
     response_lifetime_s: float = Field(
         LIFETIME_S, ge=0, description="how long answers of /v1/responses are stored; 0: not at all"
     )
@@ -127,17 +127,22 @@ class GatewaySettings(ProcessSettings):
     shutdown_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for running requests")
 
     @model_validator(mode="after")
-    def _scaler_needs_redis(self) -> Self:
+    def _fit_together(self) -> Self:
         if self.scaler_listen and not self.redis_url:
             raise ValueError("scaler_listen needs redis_url: demand is read from the registry of workers")
-        return self
-
-    @model_validator(mode="after")
-    def _public_beside_internal(self) -> Self:
         if bool(self.public_tls_certificate) != bool(self.public_tls_key):
             raise ValueError("give public_tls_certificate and public_tls_key together, or none of them")
         if self.public_tls_certificate and self.certificates is None:
             raise ValueError("public_tls_certificate needs tls_certificate, tls_key and tls_authority")
+        if self.model and self.models:
+            raise ValueError("models: cannot stand beside model; put that one into the list")
+        if not self.model and not self.models:
+            raise ValueError(
+                "model: is required; give --model, ROOTWARD_MODEL or a line in --config, or a list of models"
+            )
+        names = [served.name for served in self.served]
+        if len(set(names)) < len(names):
+            raise ValueError(f"models: two have the same name in {names}; give each its served_model_name")
         return self
 
     @property
@@ -149,19 +154,6 @@ class GatewaySettings(ProcessSettings):
         if self.public_tls_certificate is not None and self.public_tls_key is not None:
             files = Certificates(self.public_tls_certificate, self.public_tls_key, files.authority)
         return ServerTls(files, mutual=bool(self.tls_peers), peers=tuple(self.tls_peers))
-
-    @model_validator(mode="after")
-    def _one_or_several(self) -> Self:
-        if self.model and self.models:
-            raise ValueError("models: cannot stand beside model; put that one into the list")
-        if not self.model and not self.models:
-            raise ValueError(
-                "model: is required; give --model, ROOTWARD_MODEL or a line in --config, or a list of models"
-            )
-        names = [served.name for served in self.served]
-        if len(set(names)) < len(names):
-            raise ValueError(f"models: two have the same name in {names}; give each its served_model_name")
-        return self
 
     @property
     def served(self) -> tuple[ServedModel, ...]:

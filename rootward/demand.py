@@ -97,15 +97,13 @@ class DrafterDemand:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Two heartbeats of one worker, the older one first. Counters of another incarnation have started at zero."""
+    """Two heartbeats of one incarnation of a worker, the older one first."""
 
     old: Counters
     new: Counters
-    same_incarnation: bool = True
 
     def increase(self, name: str) -> float:
-        before = self.old.get(name, 0.0) if self.same_incarnation else 0.0
-        return max(0.0, self.new.get(name, 0.0) - before)
+        return max(0.0, self.new.get(name, 0.0) - self.old.get(name, 0.0))
 
     def now(self, name: str) -> float:
         return self.new.get(name, 0.0)

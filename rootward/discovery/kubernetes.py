@@ -17,7 +17,6 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config.config_exception import ConfigException
 
 from rootward.addresses import join_host_port
-from rootward.clock import Clock
 from rootward.discovery.polling import PolledDiscovery
 from rootward.errors import ConfigurationError
 from rootward.ports import Peer
@@ -32,23 +31,20 @@ Json = Mapping[str, Any]
 
 
 def peers_in(slices: Iterable[Json], port: str) -> list[Peer]:
-    """The peers of all slices. While slices are rebuilt an endpoint may be in two of them."""
+    """The peers of all slices. While slices are rebuilt an endpoint may be in two of them.
+
+    Absent conditions mean what the API says they mean: ready, serving, not terminating. Only the first address is to be used."""
     found = []
     for item in slices:
         number = port_of(item.get("ports") or (), port)
-        if number is not None and item.get("addressType") in ("IPv4", "IPv6"):
-            found += [_peer(endpoint, number) for endpoint in item.get("endpoints") or ()]
-    return [peer for peer in found if peer is not None]
-
-
-def _peer(endpoint: Json, port: int) -> Peer | None:
-    """Absent conditions mean what the API says they mean: ready, serving, not terminating. Only the first address is to be used."""
-    conditions = endpoint.get("conditions") or {}
-    leaving = bool(conditions.get("terminating"))
-    addresses = endpoint.get("addresses") or ()
-    if not addresses or not (leaving or conditions.get("ready") in (True, None)):
-        return None
-    return Peer(join_host_port(addresses[0], port), endpoint.get("zone") or "", leaving)
+        if number is None or item.get("addressType") not in ("IPv4", "IPv6"):
+            continue
+        for endpoint in item.get("endpoints") or ():
+            conditions, addresses = endpoint.get("conditions") or {}, endpoint.get("addresses") or ()
+            leaving = bool(conditions.get("terminating"))
+            if addresses and (leaving or conditions.get("ready") in (True, None)):
+                found.append(Peer(join_host_port(addresses[0], number), endpoint.get("zone") or "", leaving))
+    return found
 
 
 def port_of(ports: Any, wanted: str) -> int | None:
@@ -62,13 +58,7 @@ def port_of(ports: Any, wanted: str) -> int | None:
 
 
 def endpoint_slice_discovery(
-    api: client.DiscoveryV1Api,
-    namespace: str,
-    service: str,
-    port: str,
-    *,
-    every_s: float = POLL_S,
-    clock: Clock | None = None,
+    api: client.DiscoveryV1Api, namespace: str, service: str, port: str, *, every_s: float = POLL_S
 ) -> PolledDiscovery:
     """The pods of a service. Status 401 and 403 mean that the service account may not list EndpointSlices."""
 
@@ -89,7 +79,7 @@ def endpoint_slice_discovery(
         return peers_in(found.get("items") or (), port)
 
     failures = (ApiException, aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError)
-    return PolledDiscovery(ask, source=f"kubernetes:{service}", every_s=every_s, failures=failures, clock=clock)
+    return PolledDiscovery(ask, source=f"kubernetes:{service}", every_s=every_s, failures=failures)
 
 
 @asynccontextmanager

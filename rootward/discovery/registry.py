@@ -15,15 +15,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import structlog
 from pydantic import TypeAdapter
 from redis.asyncio import Redis, RedisCluster
 
-from rootward.clock import Clock, SystemClock
 from rootward.discovery.polling import PolledDiscovery
 from rootward.errors import Unavailable
 from rootward.ports import Peer
@@ -58,20 +58,13 @@ class RegistryUnavailable(Unavailable):
 
 
 class Registry:
-    """Reads and writes the registry. Every call ends within `timeout_s`, RegistryUnavailable if Redis does not answer."""
+    """Reads and writes the registry. Every call ends within `TIMEOUT_S`, RegistryUnavailable if Redis does not answer."""
 
-    def __init__(
-        self,
-        client: Redis | RedisCluster,
-        *,
-        prefix: str = KEY_PREFIX,
-        heartbeat_s: float = HEARTBEAT_S,
-        timeout_s: float = TIMEOUT_S,
-    ) -> None:
+    def __init__(self, client: Redis | RedisCluster, *, prefix: str, heartbeat_s: float) -> None:
         self._client = client
         self._prefix = prefix
         self.heartbeat_s = heartbeat_s
-        self._timeout_s = timeout_s
+        self._answering = partial(answering, "the registry", TIMEOUT_S, RegistryUnavailable)
 
     @property
     def stale_s(self) -> float:
@@ -80,9 +73,15 @@ class Registry:
     async def publish(self, worker: Worker) -> None:
         """A heartbeat. A reader between two of these writes sees the worker as it was before, or not at all."""
         key, index = self._worker_key(worker.role, worker.id), self._index_key(worker.role, worker.name)
+        fields: dict[Any, Any] = {
+            "address": worker.address,
+            "incarnation": worker.incarnation,
+            "zone": worker.zone,
+            "draining": int(worker.draining),
+            "counters": json.dumps(worker.counters),
+        }
         async with self._answering():
             now_s = await server_time(self._client)
-            fields: dict[Any, Any] = to_fields(worker)
             await self._client.hset(key, mapping=fields)
             await self._client.pexpire(key, round(self.stale_s * 1e3))
             await self._client.zadd(index, {worker.id: now_s})
@@ -100,7 +99,7 @@ class Registry:
             oldest_s = await server_time(self._client) - self.stale_s
             ids: Any = await self._client.zrangebyscore(self._index_key(role, name), oldest_s, "+inf")
             hashes: Any = await asyncio.gather(*(self._client.hgetall(self._worker_key(role, i)) for i in ids))
-        found = (from_fields(role, i, name, fields) for i, fields in zip(ids, hashes, strict=True))
+        found = (_worker_of(role, i, name, fields) for i, fields in zip(ids, hashes, strict=True))
         return tuple(sorted((worker for worker in found if worker is not None), key=lambda worker: worker.id))
 
     async def close(self) -> None:
@@ -111,9 +110,6 @@ class Registry:
 
     def _index_key(self, role: str, name: str) -> str:
         return f"{self._prefix}:workers:{role}:{name}"
-
-    def _answering(self) -> AbstractAsyncContextManager[None]:
-        return answering("the registry", self._timeout_s, RegistryUnavailable)
 
 
 @asynccontextmanager
@@ -129,12 +125,10 @@ async def open_registry(
 
 
 @asynccontextmanager
-async def registered(
-    registry: Registry, describe: Callable[[], Worker], clock: Clock | None = None
-) -> AsyncIterator[Callable[[], None]]:
+async def registered(registry: Registry, describe: Callable[[], Worker]) -> AsyncIterator[Callable[[], None]]:
     """Publish the result of `describe` at every heartbeat, and remove it at the end. Yields a function that requests a beat at once."""
     now = asyncio.Event()
-    beats = asyncio.create_task(_beat_forever(registry, describe, clock or SystemClock(), now), name="heartbeat")
+    beats = asyncio.create_task(_beat_forever(registry, describe, now), name="heartbeat")
     try:
         yield now.set
     finally:
@@ -146,7 +140,7 @@ async def registered(
             log.debug("not_unregistered", error=str(error))
 
 
-async def _beat_forever(registry: Registry, describe: Callable[[], Worker], clock: Clock, now: asyncio.Event) -> None:
+async def _beat_forever(registry: Registry, describe: Callable[[], Worker], now: asyncio.Event) -> None:
     answered = True
     while True:
         now.clear()
@@ -157,39 +151,25 @@ async def _beat_forever(registry: Registry, describe: Callable[[], Worker], cloc
             if answered:
                 log.warning("heartbeat_failed", error=str(error))
             answered = False
-        pause = asyncio.ensure_future(clock.sleep(registry.heartbeat_s))
-        asked = asyncio.ensure_future(now.wait())
-        try:
-            await asyncio.wait({pause, asked}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            pause.cancel()
-            asked.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(registry.heartbeat_s):
+                await now.wait()
 
 
-def registry_discovery(
-    registry: Registry, role: str, name: str, *, every_s: float = POLL_S, clock: Clock | None = None
-) -> PolledDiscovery:
+def registry_discovery(registry: Registry, role: str, name: str, *, every_s: float = POLL_S) -> PolledDiscovery:
     """The workers of a role under a name."""
 
     async def ask() -> list[Peer]:
         return [Peer(w.address, w.zone, w.draining) for w in await registry.workers(role, name)]
 
-    return PolledDiscovery(ask, source="redis", every_s=every_s, failures=(RegistryUnavailable,), clock=clock)
+    return PolledDiscovery(ask, source="redis", every_s=every_s, failures=(RegistryUnavailable,))
 
 
 _WORKER = TypeAdapter(Worker)
 
 
-def to_fields(worker: Worker) -> dict[str, str]:
-    """The hash of a worker. Its role, id and name are in the keys."""
-    values = {name: value for name, value in asdict(worker).items() if name not in ("role", "id", "name")}
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()} | {
-        "draining": str(int(worker.draining))
-    }
-
-
-def from_fields(role: str, worker_id: str, name: str, fields: Mapping[str, str]) -> Worker | None:
-    """The worker of a hash; None if the hash has expired or was written by something else."""
+def _worker_of(role: str, worker_id: str, name: str, fields: Mapping[str, str]) -> Worker | None:
+    """The worker of a hash, whose role, id and name are in the keys; None if the hash has expired or was written by something else."""
     try:
         counters = json.loads(fields["counters"])
         return _WORKER.validate_python({**fields, "role": role, "id": worker_id, "name": name, "counters": counters})

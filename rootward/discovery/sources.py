@@ -22,10 +22,9 @@ from pydantic import AfterValidator
 from rootward.addresses import join_host_port, split_host_port
 from rootward.clock import Clock
 from rootward.discovery.polling import PolledDiscovery
-from rootward.discovery.registry import Registry, open_registry, registry_discovery
+from rootward.discovery.registry import Registry, registry_discovery
 from rootward.errors import ConfigurationError
 from rootward.ports import DEFAULT_POOL, Discovery, Peer
-from rootward.redis_client import KEY_PREFIX
 from rootward.settings import CommaSeparated
 
 KINDS = ("static", "dns", "redis", "kubernetes")
@@ -57,42 +56,28 @@ SourceList = Annotated[CommaSeparated, AfterValidator(_checked)]  # the type of 
 
 @asynccontextmanager
 async def open_sources(
-    sources: Sequence[Source],
-    role: str,
-    *,
-    redis_url: str = "",
-    prefix: str = KEY_PREFIX,
-    registry: Registry | None = None,
+    sources: Sequence[Source], role: str, *, registry: Registry | None = None
 ) -> AsyncIterator[list[tuple[str, Discovery]]]:
-    """(pool, discovery) of workers of this role. ConfigurationError if a source needs a setting that is empty."""
+    """(pool, discovery) of workers of this role. ConfigurationError for a source in the registry if there is none."""
     async with AsyncExitStack() as stack:
-        if registry is None and any(source.kind == "redis" for source in sources):
-            if not redis_url:
-                raise ConfigurationError("redis_url: is empty, and workers are to be found in Redis; give --redis-url")
-            registry = await stack.enter_async_context(open_registry(redis_url, prefix=prefix))
-        found: list[tuple[str, Discovery]] = []
-        for source in sources:
-            found.append((source.pool, await stack.enter_async_context(_open(source, role, registry))))
-        yield found
+        yield [(source.pool, await _opened(source, role, registry, stack)) for source in sources]
 
 
-@asynccontextmanager
-async def _open(source: Source, role: str, registry: Registry | None) -> AsyncIterator[Discovery]:
+async def _opened(source: Source, role: str, registry: Registry | None, stack: AsyncExitStack) -> Discovery:
     if source.kind == "static":
-        yield StaticDiscovery(source.target)
-    elif source.kind == "dns":
-        yield dns_discovery(*split_host_port(source.target))
-    elif source.kind == "redis":
-        assert registry is not None
-        yield registry_discovery(registry, role, source.target or source.pool)
-    else:
-        try:
-            from rootward.discovery.kubernetes import open_endpoint_slices  # a large import, for clusters only
-        except ImportError:
-            message = f"kubernetes:{source.target}: needs the package kubernetes; install rootward[kubernetes]"
-            raise ConfigurationError(message) from None
-        async with open_endpoint_slices(source.target) as discovery:
-            yield discovery
+        return StaticDiscovery(source.target)
+    if source.kind == "dns":
+        return dns_discovery(*split_host_port(source.target))
+    if source.kind == "redis":
+        if registry is None:
+            raise ConfigurationError("redis_url: is empty, and workers are to be found in Redis; give --redis-url")
+        return registry_discovery(registry, role, source.target or source.pool)
+    try:
+        from rootward.discovery.kubernetes import open_endpoint_slices  # a large import, for clusters only
+    except ImportError:
+        message = f"kubernetes:{source.target}: needs the package kubernetes; install rootward[kubernetes]"
+        raise ConfigurationError(message) from None
+    return await stack.enter_async_context(open_endpoint_slices(source.target))
 
 
 class StaticDiscovery:
@@ -106,24 +91,6 @@ class StaticDiscovery:
         await asyncio.Event().wait()
 
 
-def dns_discovery(
-    host: str,
-    port: int,
-    *,
-    every_s: float = DNS_POLL_S,
-    clock: Clock | None = None,
-    resolve: Callable[[str, int], Awaitable[list[str]]] | None = None,
-) -> PolledDiscovery:
-    """Every A and AAAA record of a name; a headless service has one per ready pod."""
-    resolved = resolve or addresses_of
-
-    async def ask() -> list[Peer]:
-        async with asyncio.timeout(DNS_TIMEOUT_S):
-            return [Peer(address) for address in await resolved(host, port)]
-
-    return PolledDiscovery(ask, source=f"dns:{host}", every_s=every_s, failures=(OSError, TimeoutError), clock=clock)
-
-
 async def addresses_of(host: str, port: int) -> list[str]:
     """host:port of every address of a name; none for a name without addresses (no pod is ready). OSError: the resolver fails."""
     try:
@@ -133,6 +100,23 @@ async def addresses_of(host: str, port: int) -> list[str]:
             return []
         raise
     return [join_host_port(str(address[0]), port) for *_, address in found]
+
+
+def dns_discovery(
+    host: str,
+    port: int,
+    *,
+    clock: Clock | None = None,
+    resolve: Callable[[str, int], Awaitable[list[str]]] = addresses_of,
+) -> PolledDiscovery:
+    """Every A and AAAA record of a name; a headless service has one per ready pod."""
+
+    async def ask() -> list[Peer]:
+        async with asyncio.timeout(DNS_TIMEOUT_S):
+            return [Peer(address) for address in await resolve(host, port)]
+
+    failures = (OSError, TimeoutError)
+    return PolledDiscovery(ask, source=f"dns:{host}", every_s=DNS_POLL_S, failures=failures, clock=clock)
 
 
 def _parse(entry: str) -> Source:

@@ -44,7 +44,7 @@ async def check_store(store: RedisStore, name: str) -> Lease:
     assert await store.write([Write(lease, 0, run(1, 2)) for lease in leases], 30) == [2] * 8
     taken_over, record = await store.take_over(f"{name}-0", "b", 30, "d")
     assert (taken_over.epoch, record.output) == (2, run(1, 2))
-    last = Write(taken_over, 2, run(3), {"finish": "x"}, "finished", total=3)
+    last = Write(taken_over, 2, run(3), {"finish": "x"}, "finished")
     assert await store.write([last, Write(leases[0])], 30) == [3, -1]
     assert (await store.take_over(f"{name}-0", "c", 30, "d"))[0] is None
     assert (await store.next_epoch(leases[1], 30)).epoch == 2

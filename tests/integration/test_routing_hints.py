@@ -23,34 +23,36 @@ async def test_a_hint_counts_as_long_as_its_prefix_is_held() -> None:
     with running_redis() as url:
         target = TabularModel(5, seed=1, max_slots=2, max_positions=128, tree_room=16, kv_cache_tokens=320)
         store = open_store(url)
-        one, two, blind = (Ledger(store, now=asyncio.get_running_loop().time, model=lambda: "m") for _ in range(3))
+        now = asyncio.get_running_loop().time
         async with verifier_of(target, {}) as verifier:
             upstreams = Upstreams({"v": verifier})
+            one, two = (Ledger(store, now=now, model=lambda: "m", is_held=upstreams.is_held) for _ in range(2))
+            blind = Ledger(store, now=now, model=lambda: "m")
 
             async def computed(wanted: VerifierRequest) -> None:
                 await upstreams.poll()
-                one.computed(wanted, (), upstreams.get("v").holder, is_held=upstreams.is_held)
+                one.computed(wanted, (), next(iter(upstreams)).holder)
                 await one.flush()
                 await collect(verifier, wanted)
                 await upstreams.poll()
 
             async def in_redis(wanted: VerifierRequest) -> dict[str, int]:
-                return await blind.held(wanted, lambda process, age_s: True)
+                return await blind.held(wanted)
 
             first = asked("a", 1)
             await computed(first)
-            assert await two.held(first, upstreams.is_held) == {"v": 96}
-            assert await two.held(replace(first, cache_salt="of another"), upstreams.is_held) == {}
+            assert await two.held(first) == {"v": 96}
+            assert await two.held(replace(first, cache_salt="of another")) == {}
             for token in (2, 3, 4):
                 await computed(asked(f"b{token}", token))
             assert await in_redis(first) == {"v": 96}  # until it expires
-            assert await two.held(first, upstreams.is_held) == {}
+            assert await two.held(first) == {}
             await computed(asked("again", 1))
-            assert await two.held(first, upstreams.is_held) == {"v": 96}
+            assert await two.held(first) == {"v": 96}
 
             last = asked("b4", 4)
-            assert await two.held(last, upstreams.is_held) == {"v": 96}
+            assert await two.held(last) == {"v": 96}
             verifier.incarnation += 1  # as after a restart
             await upstreams.poll()
-            assert await two.held(last, upstreams.is_held) == {}
+            assert await two.held(last) == {}
         await store.close()

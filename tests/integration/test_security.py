@@ -25,6 +25,7 @@ from gateway.servicer import register
 from gateway.settings import GatewaySettings
 from rootward.cli import main as cli
 from rootward.client import AsyncClient
+from rootward.discovery.registry import open_registry
 from rootward.errors import (
     APIConnectionError,
     APIError,
@@ -105,7 +106,7 @@ async def test_the_scaler_asks_for_a_certificate_where_clients_need_none(authori
     )
     root = authority.file.read_bytes()
     with_key = grpc.ssl_channel_credentials(root, keda.key.read_bytes(), keda.certificate.read_bytes())
-    async with scaler_port(settings):
+    async with open_registry(settings.redis_url) as registry, scaler_port(settings, registry):
         for credentials, admitted in ((with_key, True), (grpc.ssl_channel_credentials(root), False)):
             async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials) as channel:
                 asked = ScaledObjectRef(name="d", scalerMetadata={"pool": "p"})

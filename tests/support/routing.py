@@ -11,15 +11,18 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import cast
 
-from gateway.router import BLOCK, Prefixes, VerifierView, choose, prefix_keys, tokens_held
+from gateway.router import BLOCK, Prefixes, Upstream, choose, prefix_keys, tokens_held
 from rootward.core.requests import VerifierRequest
 from rootward.engine.prefix_keys import chain, first_key
+from rootward.ports import ModelInfo, Verifier, VerifierInfo
 
 PREFILL_TOKENS_PER_S, DECODE_TOKENS_PER_S = 4000.0, 40.0
 SLOTS, CACHE_BLOCKS = 8, 1200
@@ -56,8 +59,8 @@ class Simulated:
     line: list[tuple[float, Asked]] = field(default_factory=list)
     cache: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
 
-    def view(self) -> VerifierView:
-        return VerifierView(self.name, True, self.running, len(self.line), SLOTS)
+    def upstream(self) -> Upstream:
+        return upstream(self.name, num_running=self.running, num_waiting=len(self.line), max_sessions=SLOTS)
 
     def prefill(self, keys: Sequence[bytes]) -> int:
         """Tokens found in the cache; all of them are in it afterwards."""
@@ -70,6 +73,14 @@ class Simulated:
         return found * BLOCK
 
 
+def upstream(
+    name: str, ready: bool = True, *, num_in_flight: int = 0, lost_at: float = -math.inf, **reported: int
+) -> Upstream:
+    """A verifier as a gateway knows it, with the load that it has reported."""
+    info = VerifierInfo(ModelInfo("m", 1, 1), **reported)
+    return Upstream(name, cast(Verifier, None), info, answers=ready, num_in_flight=num_in_flight, lost_at=lost_at)
+
+
 @dataclass
 class Outcome:
     hit_rate: float  # of prompt tokens
@@ -78,34 +89,35 @@ class Outcome:
     spread: float  # most requests of a verifier over the mean
 
 
-Policy = Callable[[Sequence[VerifierView], Asked, dict[str, int]], str]
+Policy = Callable[[Sequence[Upstream], Asked, dict[str, int]], str]
 
 
 def round_robin() -> Policy:
     turn = itertools.count()
-    return lambda views, asked, held: views[next(turn) % len(views)].name
+    return lambda upstreams, asked, held: upstreams[next(turn) % len(upstreams)].name
 
 
 def least_load() -> Policy:
-    return lambda views, asked, held: choose(views, str(asked.at_s)).name
+    return lambda upstreams, asked, held: choose(upstreams, str(asked.at_s), now=0.0).upstream.name
 
 
 def ours() -> Policy:
-    return lambda views, asked, held: choose(views, asked.conversation, held=held).name
+    return lambda upstreams, asked, held: choose(upstreams, asked.conversation, held=held, now=0.0).upstream.name
+
+
+def is_held(process: str, age_s: float) -> bool:
+    return True
 
 
 def simulate(trace: Iterable[Asked], policy: Policy, num_verifiers: int = 4) -> Outcome:
     now = 0.0
     verifiers = {f"v{i}": Simulated(f"v{i}") for i in range(num_verifiers)}
-    hints, firsts, counts = Prefixes(lambda: now), [], dict.fromkeys(verifiers, 0)
+    hints, firsts, counts = Prefixes(lambda: now, is_held), [], dict.fromkeys(verifiers, 0)
     events: list[tuple[float, int, str, Asked | None]] = []  # an arrival, or (asked None) the end of one at a verifier
     order = itertools.count()
     num_found = num_tokens = 0
     for asked in trace:
         heapq.heappush(events, (asked.at_s, next(order), "", asked))
-
-    def is_held(process: str, age_s: float) -> bool:
-        return True
 
     def start(verifier: Simulated, came_s: float, asked: Asked) -> None:
         nonlocal num_found, num_tokens
@@ -120,9 +132,9 @@ def simulate(trace: Iterable[Asked], policy: Policy, num_verifiers: int = 4) -> 
         now, _, name, asked = heapq.heappop(events)
         if asked is not None:
             keys = prefix_keys("m", VerifierRequest("r", asked.prompt))
-            views = [v.view() for v in verifiers.values()]
-            name = policy(views, asked, tokens_held(hints.holders(keys), is_held))
-            hints.sent(keys, f"{name}@1", is_held)
+            upstreams = [v.upstream() for v in verifiers.values()]
+            name = policy(upstreams, asked, tokens_held(hints.holders(keys), is_held))
+            hints.sent(keys, f"{name}@1")
             counts[name] += 1
             verifiers[name].line.append((now, asked))
         else:

@@ -10,6 +10,7 @@ import pytest
 from support.fake_clock import FakeClock
 
 from rootward.discovery.sources import (
+    DNS_POLL_S,
     Source,
     StaticDiscovery,
     addresses_of,
@@ -76,7 +77,7 @@ async def test_a_name_is_resolved_again_and_its_last_answer_holds() -> None:
         return answer
 
     clock, seen = FakeClock(), []
-    discovery = dns_discovery("drafters", 1, every_s=5.0, clock=clock, resolve=resolve)
+    discovery = dns_discovery("drafters", 1, clock=clock, resolve=resolve)
 
     async def watch() -> None:
         async with aclosing(discovery.watch()) as changes:
@@ -84,7 +85,7 @@ async def test_a_name_is_resolved_again_and_its_last_answer_holds() -> None:
                 seen.append([peer.address for peer in peers])
 
     task = asyncio.create_task(watch())
-    await clock.advance(5.0 * (len(answers) - 1))
+    await clock.advance(DNS_POLL_S * (len(answers) - 1))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert seen == [["a:1", "b:1"], ["a:1"], []]

@@ -195,29 +195,36 @@ def held(process, age_s):
 
 async def test_the_holder_of_a_prompt_is_known_at_once_and_to_other_gateways(redis_url):
     stores = [open_store(redis_url) for _ in range(2)]
-    one, two = (Ledger(store, now=asyncio.get_running_loop().time, model=lambda: "m") for store in stores)
+    gone = set()
+
+    def is_held(process, age_s):
+        return process not in gone and held(process, age_s)
+
+    now = asyncio.get_running_loop().time
+    one, two = (Ledger(store, now=now, model=lambda: "m", is_held=is_held) for store in stores)
     prompt = VerifierRequest("r", tuple(range(100)))
-    one.computed(prompt, (7,) * 40, "v1:1@5", is_held=held)
-    assert await one.held(prompt, held) == {"v1:1": 96}
-    assert await two.held(prompt, held) == {}
+    one.computed(prompt, (7,) * 40, "v1:1@5")
+    assert await one.held(prompt) == {"v1:1": 96}
+    assert await two.held(prompt) == {}
     await one.flush()
-    assert await two.held(prompt, held) == {"v1:1": 96}
+    assert await two.held(prompt) == {"v1:1": 96}
     longer = replace(prompt, prompt=(*prompt.prompt, *(7,) * 40, 8, 9))
-    assert await two.held(longer, held) == {"v1:1": 128}
-    assert await two.held(replace(longer, tenant="other"), held) == {}
-    assert await two.held(replace(longer, cache_salt="other"), held) == {}
-    two.computed(replace(prompt, prompt=(*range(64), *range(300, 400))), (), "v2:1@6", is_held=held)
-    assert await two.held(prompt, held) == {"v1:1": 96, "v2:1": 64}
+    assert await two.held(longer) == {"v1:1": 128}
+    assert await two.held(replace(longer, tenant="other")) == {}
+    assert await two.held(replace(longer, cache_salt="other")) == {}
+    two.computed(replace(prompt, prompt=(*range(64), *range(300, 400))), (), "v2:1@6")
+    assert await two.held(prompt) == {"v1:1": 96, "v2:1": 64}
 
     # A restart.
-    assert await two.held(prompt, lambda process, age_s: process != "v1:1@5") == {"v2:1": 64}
+    gone.add("v1:1@5")
+    assert await two.held(prompt) == {"v2:1": 64}
     for store in stores:
         await store.close()
 
 
 async def test_hints_are_not_waited_for_when_the_store_is_gone(store, ledger):
     store.dead = True
-    assert await ledger.held(VerifierRequest("r", tuple(range(100))), held) == {}
+    assert await ledger.held(VerifierRequest("r", tuple(range(100)))) == {}
 
 
 def test_long_prompts_have_few_keys_of_fixed_lengths():
@@ -237,7 +244,7 @@ async def test_hints_do_not_pile_up_while_the_store_is_gone():
     ledger = Ledger(store, now=lambda: store.time)
     ledger.extend(await ledger.begin("r"), run(1))
     store.dead = True
-    ledger.computed(VerifierRequest("r", tuple(range(100))), (), "v@1", is_held=held)
+    ledger.computed(VerifierRequest("r", tuple(range(100))), (), "v@1")
     await ledger.flush()
     assert ledger.prefixes.take_unpublished() == {}
 
@@ -259,39 +266,39 @@ def test_the_longest_prefix_that_is_held_counts():
 
 def test_hints_are_published_now_and_then():
     time = [0.0]
-    prefixes = Prefixes(lambda: time[0])
-    prefixes.sent(["k"], "v@1", held)
+    prefixes = Prefixes(lambda: time[0], held)
+    prefixes.sent(["k"], "v@1")
     assert prefixes.take_unpublished() == {"v@1": ["k"]}
     time[0] = 0.9 * PUBLISHED_S
-    prefixes.sent(["k"], "v@1", held)
+    prefixes.sent(["k"], "v@1")
     assert prefixes.take_unpublished() == {}
     assert prefixes.holders(["k"]) == [{"v@1": 0}]  # the age that counts here is that of the last use
     time[0] = 1.5 * PUBLISHED_S
-    prefixes.sent(["k"], "v@1", held)
+    prefixes.sent(["k"], "v@1")
     assert prefixes.take_unpublished() == {"v@1": ["k"]}
 
 
 def test_a_prefix_that_was_evicted_and_computed_again_is_published_at_once():
     time = [0.0]
-    prefixes = Prefixes(lambda: time[0])
 
     def is_held(process, age_s):
         return age_s <= 0.3 * PUBLISHED_S
 
-    prefixes.sent(["k"], "v@1", is_held)
+    prefixes = Prefixes(lambda: time[0], is_held)
+    prefixes.sent(["k"], "v@1")
     prefixes.take_unpublished()
     time[0] = 0.2 * PUBLISHED_S
-    prefixes.sent(["k"], "v@1", is_held)
+    prefixes.sent(["k"], "v@1")
     assert prefixes.take_unpublished() == {}
     time[0] = 0.4 * PUBLISHED_S  # other gateways take what was published for evicted
-    prefixes.sent(["k"], "v@1", is_held)
+    prefixes.sent(["k"], "v@1")
     assert prefixes.take_unpublished() == {"v@1": ["k"]}
 
 
 def test_hints_that_have_expired_are_forgotten_with_the_next_process():
     time = [0.0]
-    prefixes = Prefixes(lambda: time[0])
-    prefixes.sent(["k"], "v@1", held)
+    prefixes = Prefixes(lambda: time[0], held)
+    prefixes.sent(["k"], "v@1")
     time[0] = TTL_S + 1
-    prefixes.sent(["k"], "v@2", held)
+    prefixes.sent(["k"], "v@2")
     assert prefixes.holders(["k"]) == [{"v@2": 0}]

@@ -6,7 +6,7 @@ import pytest
 from unit.gateway.service_for_tests import at_rest, collect, serving
 from unit.gateway.verifier_for_tests import END_ID, MODEL, SpellingVerifier
 
-from gateway.planning import make_plan, within
+from gateway.planning import make_plan
 from gateway.requests import Chat, GenerateRequest
 from rootward.core.requests import DraftMode, Rule, Sampling, Speculation
 from rootward.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
@@ -82,7 +82,7 @@ def test_a_chat_that_is_too_long_is_refused_with_field_messages():
     with pytest.raises(ContextLengthExceeded, match=r"^messages: \d+ tokens leave no room in a context"):
         make_plan(request, (1,) * MODEL.max_positions, MODEL)
     with pytest.raises(ContextLengthExceeded, match=r"^messages: 4 tokens are more than this server takes, 3"):
-        within(make_plan(request, (1,) * 4, MODEL), 3, 0)
+        make_plan(request, (1,) * 4, MODEL, max_prompt=3)
 
 
 async def test_a_verifier_with_another_model_gets_no_requests():

@@ -46,7 +46,7 @@ def run(*tokens):
 
 
 async def write(store, lease, offset, *tokens, ttl_s=5, state="", **fields):
-    due = Write(lease, offset, run(*tokens), fields, state, total=offset + len(tokens))
+    due = Write(lease, offset, run(*tokens), fields, state)
     return (await store.write([due], ttl_s))[0]
 
 

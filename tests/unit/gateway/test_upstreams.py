@@ -104,7 +104,7 @@ async def test_hints_are_ignored_when_a_verifier_evicts_or_restarts():
     upstreams = Upstreams({"a:1": verifier})
     assert upstreams.is_held("a:1@1", 5.0) is False  # it has not answered yet
     await upstreams.poll()
-    process = upstreams.get("a:1").holder
+    process = next(iter(upstreams)).holder
     assert process == "a:1@1"
     assert upstreams.is_held(process, TTL_S - 1) is True
     assert upstreams.is_held(process, TTL_S + 9) is False

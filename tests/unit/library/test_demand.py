@@ -10,20 +10,18 @@ from rootward.demand import Cost, DemandCollector, DrafterDemand, Reading, Signa
 BEAT_S = 15.0
 
 
-def verifier(*, sessions=80, rounds=600, round_s=60.0, stall_s=12.0, prior=0.0, plain_s=0.0, again=False) -> Reading:
-    """One interval. again: its counters started over meanwhile. plain_s: so many seconds in 600 rounds without a tree."""
+def verifier(*, sessions=80, rounds=600, round_s=60.0, stall_s=12.0, prior=0.0, plain_s=0.0) -> Reading:
+    """One interval. plain_s: so many seconds in 600 rounds without a tree."""
     base = VerifierDemand(sessions, 6000, 600.0, 120.0, prior)
-    start = VerifierDemand() if again else base
-    later = VerifierDemand(sessions, start.rounds + rounds, start.round_s + round_s, start.stall_s + stall_s, prior)
+    later = VerifierDemand(sessions, base.rounds + rounds, base.round_s + round_s, base.stall_s + stall_s, prior)
     later.plain_rounds, later.plain_s = (600, plain_s) if plain_s else (0, 0.0)
-    return Reading(base.counters(), later.counters(), not again)
+    return Reading(base.counters(), later.counters())
 
 
-def drafter(*, wanted=48.0, ahead=900.0, growths=600, again=False) -> Reading:
+def drafter(*, wanted=48.0, ahead=900.0, growths=600) -> Reading:
     base = DrafterDemand(16, 480.0, 9000.0, 6000, 300.0)
-    start = DrafterDemand(16) if again else base
-    later = DrafterDemand(16, start.wanted_s + wanted, start.ahead_s + ahead, start.growths + growths)
-    return Reading(base.counters(), later.counters(), not again)
+    later = DrafterDemand(16, base.wanted_s + wanted, base.ahead_s + ahead, base.growths + growths)
+    return Reading(base.counters(), later.counters())
 
 
 def test_steady() -> None:
@@ -40,10 +38,6 @@ def test_a_cold_pool_is_wanted_before_its_first_drafter() -> None:
 @pytest.mark.parametrize("drafters", [[], [drafter(wanted=0.0, growths=0)]])
 def test_idle_is_zero(drafters) -> None:
     assert signals([verifier(sessions=0, rounds=0, round_s=0.0, stall_s=0.0)], drafters, BEAT_S).demand == 0.0
-
-
-def test_a_restart_starts_over() -> None:
-    assert signals([verifier(again=True)], [drafter(again=True)], BEAT_S).demand == pytest.approx(80)
 
 
 def test_what_a_round_costs_is_remembered_when_all_drafters_are_lost() -> None:
