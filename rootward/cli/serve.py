@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import IO, Any
 
 import typer
@@ -37,15 +38,6 @@ class Program:
     extras: tuple[str, ...]
     help: str
     parser: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A completion that typer passes to a shell. typer's own class moves between modules from version to version."""
-
-    value: str
-    type: str = "plain"
-    help: str | None = None
 
 
 SERVICES = {
@@ -165,8 +157,9 @@ def add_program(app: typer.Typer, name: str, program: Program, *, shown_as: str 
 
     class ProgramCommand(TyperCommand):
         def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-            """The flags of the program, which parses them itself."""
-            return [Completion(flag) for flag in _flags(program) if flag.startswith(incomplete)]
+            """The flags of the program, which parses them itself. typer's class of completions moves between modules."""
+            flags = [flag for flag in _flags(program) if flag.startswith(incomplete)]
+            return [SimpleNamespace(value=flag, type="plain", help=None) for flag in flags]
 
     def run(ctx: typer.Context) -> None:
         command = _command(shown_as or name, program, ctx.args)
