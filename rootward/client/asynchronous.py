@@ -246,8 +246,9 @@ class AsyncStream:
             chunk = await self._chunk()
         except BaseException as error:
             self.cancel()
-            if self._begun and isinstance(error, APIError):
-                raise self._interrupted(error) from error
+            lost = isinstance(error, APIConnectionError | UnavailableError) and not isinstance(error, APITimeoutError)
+            if lost and any(one.last is not None for one in self._received):
+                raise StreamInterruptedError(str(error), self._result()) from error
             raise
         if chunk is None:
             self._over = True
@@ -285,17 +286,9 @@ class AsyncStream:
         self._call = call
         return chunk
 
-    @property
-    def _begun(self) -> bool:
-        return any(one.last is not None for one in self._received)
-
     def _result(self) -> GenerationResult:
         choices = tuple(one.result(self._usage, self.request_id) for one in self._received)
         return replace(choices[0], choices=choices)
-
-    def _interrupted(self, error: APIError) -> APIError:
-        lost = isinstance(error, APIConnectionError | UnavailableError) and not isinstance(error, APITimeoutError)
-        return StreamInterruptedError(str(error), self._result()) if lost else error
 
 
 def _is_chat(prompt: Prompt | Messages) -> TypeGuard[Messages]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import suppress
@@ -29,12 +28,9 @@ class ClosedError(APIError):
 class LoopThread:
     """An event loop on a daemon thread."""
 
-    _numbers = itertools.count(1)
-
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        name = f"rootward-client-{next(self._numbers)}"
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rootward-client", daemon=True)
         self._thread.start()
         self._closed = False
         self._lock = threading.Lock()

@@ -91,15 +91,6 @@ class Access:
     certificate: Path | None = None
     key: Path | None = None
 
-    @property
-    def secure(self) -> bool:
-        """Whether the gateway is called with TLS."""
-        return parse_target(self.url)[1]
-
-    @property
-    def address(self) -> str:
-        return parse_target(self.url)[0][0]
-
 
 # -- judgement ------------------------------------------------------------------------------------------------------------
 
@@ -279,10 +270,11 @@ def _answering(system: System) -> list[Seen]:
 
 async def look(access: Access) -> System:
     """Asks everything, side by side, each call for a few seconds at most."""
+    (address, *_), secure = parse_target(access.url)
     certificates = []
     tls = None
-    if access.secure:
-        certificates.append(await asyncio.to_thread(_certificate_of, access.address, access.authority))
+    if secure:
+        certificates.append(await asyncio.to_thread(_certificate_of, address, access.authority))
         if access.authority is not None:
             tls = grpc.ssl_channel_credentials(read_pem("tls-authority", access.authority))
     client = AsyncClient(access.url, api_key=access.api_key or None, tls=tls, timeout=TIMEOUT_S, max_retries=0)
@@ -291,14 +283,9 @@ async def look(access: Access) -> System:
             info, rtt_s, asked_s = await _fastest(client.server_info)
             load = await client.load()
         except RootwardError as error:
-            return System(Seen("gateway", access.address, str(error).splitlines()[0]), certificates=certificates)
-    gateway = Seen(
-        "gateway",
-        access.address,
-        version=info.version,
-        rtt_ms=1e3 * rtt_s,
-        skew_s=_skew(info.clock_s, asked_s),
-    )
+            return System(Seen("gateway", address, str(error).splitlines()[0]), certificates=certificates)
+    skew_s = _skew(info.clock_s, asked_s)
+    gateway = Seen("gateway", address, version=info.version, rtt_ms=1e3 * rtt_s, skew_s=skew_s)
     workers = await asyncio.gather(
         *(_worker("verifier", one.address, access) for one in info.verifiers),
         *(_worker("drafter", one.address, access) for one in info.drafters),
