@@ -235,9 +235,9 @@ def _http(url: str) -> str:
 
 def _served(url: str, api_key: str) -> list[str]:
     """Names of the models of the gateway. ConfigurationError if it does not answer."""
-    asked = Request(f"{url}/v1/models", headers={"authorization": f"Bearer {api_key}"} if api_key else {})
+    request = Request(f"{url}/v1/models", headers={"authorization": f"Bearer {api_key}"} if api_key else {})
     try:
-        with urlopen(asked, timeout=STATUS_TIMEOUT_S) as answer:
+        with urlopen(request, timeout=STATUS_TIMEOUT_S) as answer:
             return [one["id"] for one in json.load(answer)["data"]]
     except HTTPError as error:
         fix = "give an --api-key that it knows" if error.code in (401, 403) else "see 'rootward status'"
@@ -315,19 +315,16 @@ def _draw(points: Sequence[Point], path: Path, title: str) -> None:
     speed, first, between = figure.subplots(1, 3)
     rates = [point.requests_per_s for point in shown]
     speed.plot(rates, [point.output_tokens_per_s for point in shown], marker="o")
-    for axes, spreads in (
-        (first, [point.first_token_ms for point in shown]),
-        (between, [point.inter_token_ms for point in shown]),
-    ):
+    for axes, field in ((first, "first_token_ms"), (between, "inter_token_ms")):
+        spreads = [getattr(point, field) for point in shown]
         axes.plot(rates, [spread.median for spread in spreads], marker="o", label="median")
         axes.plot(rates, [spread.p95 for spread in spreads], marker="o", linestyle="--", label="95th percentile")
         axes.legend(fontsize="small")
-    for axes, name in (
-        (speed, "output tokens/s"),
-        (first, "time to first token, ms"),
-        (between, "inter-token latency, ms"),
-    ):
-        axes.set(xlabel="requests answered per second", ylabel=name)
+    speed.set_ylabel("output tokens/s")
+    first.set_ylabel("time to first token, ms")
+    between.set_ylabel("inter-token latency, ms")
+    for axes in (speed, first, between):
+        axes.set_xlabel("requests answered per second")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     figure.suptitle(title)

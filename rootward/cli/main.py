@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rootward import errors
-from rootward.cli.administration import abort, drain
+from rootward.cli.administration import abort, drain, status
 from rootward.cli.chat import chat
 from rootward.cli.check import check
 from rootward.cli.check_pair import check_pair
@@ -17,8 +17,7 @@ from rootward.cli.doctor import doctor
 from rootward.cli.download import download
 from rootward.cli.generate import generate
 from rootward.cli.keys import keys
-from rootward.cli.serve import PLAN, TRAIN_DRAFT, add_program, bench, serve
-from rootward.cli.status import status
+from rootward.cli.serve import TOOLS, add_program, bench, serve
 from rootward.cli.top import top
 
 OK, INTERNAL, USAGE, INCOMPATIBLE, UNAVAILABLE = range(5)
@@ -83,7 +82,7 @@ def version() -> None:
 app.add_typer(serve)
 app.add_typer(bench)
 app.add_typer(keys)
-for _name, _program in (("train-draft", TRAIN_DRAFT), ("plan", PLAN)):
+for _name, _program in TOOLS.items():
     add_program(app, _name, _program)
 for _command in (generate, chat, check_pair, check, doctor, download, status, top, abort, drain):
     app.command()(_command)

@@ -73,17 +73,19 @@ BENCHMARKS = {
     "distance": "Tokens per second against the round-trip time between verifier and drafter: plain, waiting, living tree, coupled.",
     "rounds": "The cost of a round on real services, by sessions per drafter: the worker model of the autoscaling simulation.",
 }
-PLAN = Program(
-    "rootward.plan",
-    ("gateway", "worker"),
-    "Will speculation pay? `plan TARGET DRAFT` measures a pair on this machine and forecasts its speed-up; --help lists the flags.",
-    parser="rootward.plan.__main__:parser",
-)
-TRAIN_DRAFT = Program(
-    "training.train_draft",
-    ("worker", "training"),
-    "Train a draft head for TARGET, on text that it writes itself: `train-draft TARGET --out FOLDER`; --help lists the flags.",
-)
+TOOLS = {
+    "train-draft": Program(
+        "training.train_draft",
+        ("worker", "training"),
+        "Train a draft head for TARGET, on text that it writes itself: `train-draft TARGET --out FOLDER`; --help lists the flags.",
+    ),
+    "plan": Program(
+        "rootward.plan",
+        ("gateway", "worker"),
+        "Will speculation pay? `plan TARGET DRAFT` measures a pair on this machine and forecasts its speed-up; --help lists the flags.",
+        parser="rootward.plan.__main__:parser",
+    ),
+}
 
 serve = typer.Typer(
     name="serve",
