@@ -56,12 +56,12 @@ def top(
 
 def rates(before: Load, now: Load) -> dict[str, float | None]:
     """Rates between two readings; since its start for a gateway that has restarted in between. None: nothing was measured."""
-    restarted = now.uptime_s < before.uptime_s
-    seconds = now.uptime_s - (0.0 if restarted else before.uptime_s)
-    requests, tokens, rounds = (
-        getattr(now, name) - (0 if restarted else getattr(before, name))
-        for name in ("num_requests", "num_tokens", "num_rounds")
-    )
+    if now.uptime_s < before.uptime_s:
+        before = Load(0, 0, 0, False)
+    seconds = now.uptime_s - before.uptime_s
+    requests = now.num_requests - before.num_requests
+    tokens = now.num_tokens - before.num_tokens
+    rounds = now.num_rounds - before.num_rounds
     return {
         "requests_per_s": requests / seconds if seconds > 0 else None,
         "tokens_per_s": tokens / seconds if seconds > 0 else None,

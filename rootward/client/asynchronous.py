@@ -260,14 +260,13 @@ class AsyncStream:
         return self._received[chunk.index].take(chunk)
 
     async def _chunk(self) -> Chunk | None:
-        if self._call is None:
-            return await self._retries.attempt_until_success(self._begin)
-        try:
-            return await _read(self._call)
-        except APIError as error:
-            if self._request.sampling.n > 1 or not self._retries.allow_resume(error):
-                raise
-            return await self._retries.attempt_until_success(self._begin)
+        if self._call is not None:
+            try:
+                return await _read(self._call)
+            except APIError as error:
+                if self._request.sampling.n > 1 or not self._retries.allow_resume(error):
+                    raise
+        return await self._retries.attempt_until_success(self._begin)
 
     async def _begin(self, timeout_s: float) -> Chunk | None:
         """One attempt, up to its first chunk. Tokens received before are never generated again: the request is resumed by its id."""

@@ -145,16 +145,14 @@ class Retries:
 
 def parse_target(target: str) -> tuple[list[str], bool]:
     """(addresses for gRPC, whether TLS is required). target: addresses separated by commas. ValueError: other scheme, no port."""
-    scheme, sep, rest = target.partition("://")
-    if sep and scheme in ("grpc", "grpcs"):
+    scheme, separator, rest = target.partition("://")
+    if separator and scheme in ("grpc", "grpcs"):
         addresses = rest.rstrip("/").split(",")
-        secure = scheme == "grpcs"
-    elif sep and scheme not in ("dns", "ipv4", "ipv6", "unix"):
+    elif separator and scheme not in ("dns", "ipv4", "ipv6", "unix"):
         raise ValueError(f"target: {target!r} has scheme {scheme!r}; use grpc://host:port or grpcs://host:port")
     else:
         addresses = [target] if target.startswith(("ipv4:", "ipv6:")) else target.split(",")
-        secure = False
     for address in addresses:
         if not address.startswith("unix:") and not address.rpartition(":")[2].isdecimal():
             raise ValueError(f"target: {target!r} has no port; write host:port")
-    return addresses, secure
+    return addresses, scheme == "grpcs"
