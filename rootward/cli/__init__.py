@@ -1,1 +1,1 @@
-"""The `rootward` command, one module a subcommand."""
+"""The `rootward` command, one module for a subcommand or for several that belong together."""

@@ -1,12 +1,41 @@
-"""`rootward abort` and `rootward drain`: end generations, and end a gateway."""
+"""`rootward status`, `rootward abort` and `rootward drain`: look at a gateway, end its generations, and end it."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
-from rootward.cli.options import DEFAULT_URL, ApiKey, Url, open_client
+from rootward.cli.options import DEFAULT_URL, ApiKey, Output, OutputFormat, Url, open_client
+from rootward.cli.output import show
+from rootward.client.types import Load, ServerInfo
+from rootward.errors import UnavailableError
+
+
+def status(url: Url = DEFAULT_URL, api_key: ApiKey = "", output: Output = OutputFormat.text) -> None:
+    """Show what a gateway serves: roles, readiness, load. Exit code 4 when it, or every verifier, is not there."""
+    with open_client(url, api_key) as client:
+        info = client.server_info()
+        load = client.load()
+    show({"server": asdict(info), "load": asdict(load)}, _table(url, info, load), output)
+    if not any(worker.ready for worker in info.verifiers):
+        raise UnavailableError("no verifier is ready", code="UNAVAILABLE")
+
+
+def _table(url: str, info: ServerInfo, load: Load) -> Table:
+    model = ", ".join(f"{m.name} (context {m.max_positions}, lossless: {m.lossless})" for m in info.models) or "-"
+    table = Table("role", "name", "address", "state", title=f"{url}: {model}", title_justify="left")
+    state = "draining" if load.draining else f"{load.num_running} running, {load.num_waiting} waiting"
+    table.add_row("gateway", info.worker, url, state)
+    for role, workers in (("verifier", info.verifiers), ("drafter", info.drafters)):
+        for worker in workers:
+            state = "draining" if worker.draining else "ready" if worker.ready else "not ready"
+            table.add_row(role, worker.name or "-", worker.address, state)
+    for address in load.caught_drafters:
+        table.add_row("drafter", "-", address, "caught by the audit; verified by match")
+    return table
 
 
 def abort(

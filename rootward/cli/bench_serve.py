@@ -124,29 +124,29 @@ def bench_serve(
     loads = _loads(profile, streams=streams, rate=rate)
     url = _http(url)
     names = _served(url, api_key)
-    if model and model not in names:
+    model = model or names[0]
+    if model not in names:
         raise ConfigurationError(f"--model: {model!r} is not served here; use one of {', '.join(names)}")
-    body: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
-    body |= {"speculation": "disabled"} if no_speculation else {}
+    body = {"temperature": temperature, "speculation": "disabled" if no_speculation else None}
     backend = {
         "kind": "openai_http",
         "target": url,
-        "model": model or names[0],
+        "model": model,
         "request_format": "/v1/completions" if raw else "/v1/chat/completions",
         "max_tokens": max_tokens,
         "verify": True,
         "api_key": api_key or None,
-        "extras": {"body": body},
+        "extras": {"body": {name: value for name, value in body.items() if value is not None}},
     }
     report = _measured(program, backend, loads, texts=texts, profile=profile, seconds=seconds)
     points = read_report(report)
-    view = Group(f"{model or names[0]} at {url}", Markdown(_markdown(points)))
-    show([asdict(point) for point in points], view, output)
+    table = _markdown(points)
+    show([asdict(point) for point in points], Group(f"{model} at {url}", Markdown(table)), output)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "report.json").write_text(json.dumps(report), encoding="utf-8")
-        (out / "table.md").write_text(_markdown(points), encoding="utf-8")
-        _draw(points, out / "plot.png", f"{model or names[0]}, {profile.value}")
+        (out / "table.md").write_text(table, encoding="utf-8")
+        _draw(points, out / "plot.png", f"{model}, {profile.value}")
     if not any(point.requests for point in points):
         raise ConfigurationError("bench serve: no request succeeded; see the gateway's log", exit_code=4)
 
@@ -201,27 +201,27 @@ def _program(name: str) -> str:
 
 def _loads(profile: Profile, *, streams: str, rate: str) -> list[dict[str, Any]]:
     """Overrides of guidellm's profile, one for each run; empty for profiles without a load of their own."""
-    fits = {"--streams": (Profile.concurrent,), "--rate": (Profile.constant, Profile.poisson)}
-    for flag, value in (("--streams", streams), ("--rate", rate)):
-        if value and profile not in fits[flag]:
-            raise ConfigurationError(f"{flag}: has no meaning with --profile {profile.value}; leave it out")
-    if profile is Profile.concurrent:
-        return [{"profile.streams": int(n)} for n in _numbers("--streams", streams or DEFAULT_STREAMS, whole=True)]
-    if profile in fits["--rate"]:
+    flag = {Profile.concurrent: "--streams", Profile.constant: "--rate", Profile.poisson: "--rate"}.get(profile)
+    for name, value in (("--streams", streams), ("--rate", rate)):
+        if value and name != flag:
+            raise ConfigurationError(f"{name}: has no meaning with --profile {profile.value}; leave it out")
+    if flag == "--streams":
+        return [{"profile.streams": number} for number in _numbers(flag, streams or DEFAULT_STREAMS, int)]
+    if flag == "--rate":
         if not rate:
             raise ConfigurationError(f"--rate: --profile {profile.value} needs requests per second, such as 0.5,1,2")
-        return [{"profile.rate": value} for value in _numbers("--rate", rate, whole=False)]
+        return [{"profile.rate": number} for number in _numbers(flag, rate, float)]
     return []
 
 
-def _numbers(flag: str, text: str, *, whole: bool) -> list[float]:
+def _numbers(flag: str, text: str, kind: type[int] | type[float]) -> list[float]:
     try:
-        found = [int(word) if whole else float(word) for word in text.split(",")]
+        found = [kind(word) for word in text.split(",")]
     except ValueError:
         found = []
     if not found or not all(0 < value < math.inf for value in found):
-        kind = "whole numbers" if whole else "numbers"
-        raise ConfigurationError(f"{flag}: {text!r}: use {kind} above 0 with commas between")
+        numbers = "whole numbers" if kind is int else "numbers"
+        raise ConfigurationError(f"{flag}: {text!r}: use {numbers} above 0 with commas between")
     return found
 
 
@@ -235,9 +235,9 @@ def _http(url: str) -> str:
 
 def _served(url: str, api_key: str) -> list[str]:
     """Names of the models of the gateway. ConfigurationError if it does not answer."""
-    asked = Request(f"{url}/v1/models", headers={"authorization": f"Bearer {api_key}"} if api_key else {})
+    request = Request(f"{url}/v1/models", headers={"authorization": f"Bearer {api_key}"} if api_key else {})
     try:
-        with urlopen(asked, timeout=STATUS_TIMEOUT_S) as answer:
+        with urlopen(request, timeout=STATUS_TIMEOUT_S) as answer:
             return [one["id"] for one in json.load(answer)["data"]]
     except HTTPError as error:
         fix = "give an --api-key that it knows" if error.code in (401, 403) else "see 'rootward status'"
@@ -315,19 +315,16 @@ def _draw(points: Sequence[Point], path: Path, title: str) -> None:
     speed, first, between = figure.subplots(1, 3)
     rates = [point.requests_per_s for point in shown]
     speed.plot(rates, [point.output_tokens_per_s for point in shown], marker="o")
-    for axes, spreads in (
-        (first, [point.first_token_ms for point in shown]),
-        (between, [point.inter_token_ms for point in shown]),
-    ):
+    for axes, field in ((first, "first_token_ms"), (between, "inter_token_ms")):
+        spreads = [getattr(point, field) for point in shown]
         axes.plot(rates, [spread.median for spread in spreads], marker="o", label="median")
         axes.plot(rates, [spread.p95 for spread in spreads], marker="o", linestyle="--", label="95th percentile")
         axes.legend(fontsize="small")
-    for axes, name in (
-        (speed, "output tokens/s"),
-        (first, "time to first token, ms"),
-        (between, "inter-token latency, ms"),
-    ):
-        axes.set(xlabel="requests answered per second", ylabel=name)
+    speed.set_ylabel("output tokens/s")
+    first.set_ylabel("time to first token, ms")
+    between.set_ylabel("inter-token latency, ms")
+    for axes in (speed, first, between):
+        axes.set_xlabel("requests answered per second")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     figure.suptitle(title)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -22,7 +22,7 @@ from rootward.cli.options import (
     Url,
 )
 from rootward.cli.output import key_values, legend, print_delta, stats_table
-from rootward.client import Client, GenerationResult, SamplingParams, Speculation
+from rootward.client import Client, GenerationResult, RequestOptions, SamplingParams
 from rootward.errors import APIStatusError
 
 COMMANDS = {
@@ -37,13 +37,10 @@ COMMANDS = {
 class Conversation:
     """Messages of a conversation. All its turns have one session id, so that they are routed to the verifier that holds their KV."""
 
-    def __init__(self, client: Client, sampling: SamplingParams, speculation: Speculation, system: str, model: str):
+    def __init__(self, client: Client, system: str, options: RequestOptions):
         self._client = client
-        self._sampling = sampling
-        self._speculation = speculation
-        self._model = model
+        self._options: RequestOptions = {**options, "session_id": uuid.uuid4().hex}
         self._opening = [{"role": "system", "content": system}] if system else []
-        self._session = uuid.uuid4().hex
         self.last: GenerationResult | None = None
         self.reset()
 
@@ -58,8 +55,8 @@ class Conversation:
     def answer(self, text: str, console: Console) -> None:
         """Stream the answer to `text`. Ctrl-C ends it; the part that has arrived stays in the conversation."""
         self.messages.append({"role": "user", "content": text})
-        options: dict[str, Any] = {"sampling": self._sampling, "speculation": self._speculation, "model": self._model}
-        stream = self._client.stream(messages=self.messages, session_id=self._session, **options)
+        options: RequestOptions = {**self._options, "messages": self.messages}
+        stream = self._client.stream(**options)
         try:
             with stream:
                 for delta in stream:
@@ -102,9 +99,7 @@ def chat(
     if console.is_terminal:
         notes.print(legend(), " · /help")
     with Client(url, api_key=api_key or None, timeout=timeout) as client:
-        talk = Conversation(
-            client, sampling, Speculation("disabled" if no_speculation else "auto"), system=system, model=model
-        )
+        talk = Conversation(client, system, {"sampling": sampling, "speculation": not no_speculation, "model": model})
         for line in _lines(console):
             if line.startswith("/"):
                 if not _command(line, talk, notes):
@@ -133,17 +128,17 @@ def _lines(console: Console) -> Iterator[str]:
 
 def _command(line: str, talk: Conversation, notes: Console) -> bool:
     """Run a command. Returns False to leave."""
-
-    def stats() -> None:
-        notes.print(stats_table(talk.last) if talk.last is not None else "nothing was answered yet")
-
-    does: dict[str, Callable[[], object]] = {
-        "/stats": stats,
-        "/reset": talk.reset,
-        "/undo": talk.undo,
-        "/help": lambda: notes.print(key_values(COMMANDS)),
-    }
-    if line == "/quit":
-        return False
-    does.get(line, lambda: notes.print(f"{line}: unknown; /help lists the commands"))()
+    match line:
+        case "/stats":
+            notes.print(stats_table(talk.last) if talk.last is not None else "nothing was answered yet")
+        case "/reset":
+            talk.reset()
+        case "/undo":
+            talk.undo()
+        case "/help":
+            notes.print(key_values(COMMANDS))
+        case "/quit":
+            return False
+        case _:
+            notes.print(f"{line}: unknown; /help lists the commands")
     return True

@@ -67,19 +67,18 @@ def check(
     Starts the services. At temperature 0 the texts with trees, alone and in a batch, must equal those of plain decoding. At temperature 1
     the next tokens with and without trees are compared by a chi-square test. Exit code 0 if nothing differs, 3 otherwise.
     """
+    texts = list(islice(cycle(TEXTS), prompts))
+
+    async def compare(address: str) -> list[Finding]:
+        async with AsyncClient(address, timeout=max(600.0, start_timeout_s)) as client:
+            found = await _greedy(client, texts, tokens)
+            if samples and contexts:
+                found.append(await _samples(client, texts[:contexts], samples, error_rate))
+            return found
+
     flags = ["--redis-url", "none", "--model", target, "--draft-model", draft, "--verifier-flags", f"--dtype {dtype}"]
     with services_running(flags, start_timeout_s=start_timeout_s) as lines:
-        findings = asyncio.run(
-            _findings(
-                address_of(lines),
-                texts=list(islice(cycle(TEXTS), prompts)),
-                num_tokens=tokens,
-                num_samples=samples if contexts else 0,
-                num_contexts=contexts,
-                error_rate=error_rate,
-                timeout_s=start_timeout_s,
-            )
-        )
+        findings = asyncio.run(compare(address_of(lines)))
     if output is OutputFormat.json:
         print(json.dumps([asdict(finding) for finding in findings]))
     else:
@@ -92,31 +91,19 @@ def check(
         raise ConfigurationError(f"{message}; use --dtype float32, and report it if that does not help", exit_code=3)
 
 
-async def _findings(
-    address: str,
-    *,
-    texts: Sequence[str],
-    num_tokens: int,
-    num_samples: int,
-    num_contexts: int,
-    error_rate: float,
-    timeout_s: float,
-) -> list[Finding]:
-    async with AsyncClient(address, timeout=max(600.0, timeout_s)) as client:
+async def _greedy(client: AsyncClient, texts: Sequence[str], num_tokens: int) -> list[Finding]:
+    """Texts at temperature 0, one by one and in batches, against those of plain decoding one by one."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
-        async def greedy(speculation: str, at_once: int = AT_ONCE) -> list[GenerationResult]:
-            sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-            return await client.generate_many(texts, at_once=at_once, sampling=sampling, speculation=speculation)
+    async def generate(speculation: str, at_once: int) -> list[GenerationResult]:
+        return await client.generate_many(texts, at_once=at_once, sampling=sampling, speculation=speculation)
 
-        plain = await greedy(PLAIN, at_once=1)
-        found = [
-            _equality("temperature 0, trees, alone", plain, await greedy(TREES, at_once=1)),
-            _equality("temperature 0, trees, in a batch", plain, await greedy(TREES)),
-            _equality("temperature 0, plain, in a batch", plain, await greedy(PLAIN)),
-        ]
-        if num_samples:
-            found.append(await _samples(client, texts[:num_contexts], num_samples, error_rate))
-        return found
+    plain = await generate(PLAIN, at_once=1)
+    return [
+        _equality("temperature 0, trees, alone", plain, await generate(TREES, at_once=1)),
+        _equality("temperature 0, trees, in a batch", plain, await generate(TREES, at_once=AT_ONCE)),
+        _equality("temperature 0, plain, in a batch", plain, await generate(PLAIN, at_once=AT_ONCE)),
+    ]
 
 
 def _equality(name: str, expected: Sequence[GenerationResult], found: Sequence[GenerationResult]) -> Finding:
@@ -134,7 +121,7 @@ async def _samples(client: AsyncClient, texts: Sequence[str], num: int, error_ra
         async with gate:
             return await client.generate(text, sampling=sampling, speculation=speculation)
 
-    values = []
+    values: list[float] = []
     accepted = 0
     for text in texts:
         plain, trees = [
@@ -142,10 +129,10 @@ async def _samples(client: AsyncClient, texts: Sequence[str], num: int, error_ra
             for odd, speculation in enumerate((PLAIN, TREES))
         ]
         accepted += sum(result.speculation.num_accepted_draft_tokens for result in trees)
-        for at in range(COMPARED_TOKENS):
-            values.append(
-                two_sample_p_value([one.token_ids[at] for one in plain], [one.token_ids[at] for one in trees])
-            )
+        values += [
+            two_sample_p_value([one.token_ids[at] for one in plain], [one.token_ids[at] for one in trees])
+            for at in range(COMPARED_TOKENS)
+        ]
     wrong = sum(value < error_rate / len(values) for value in values)
     remark = (
         f"least p-value {min(values):.2g}, error rate {error_rate:g} over all tests, {accepted} draft tokens accepted"

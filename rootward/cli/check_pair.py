@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Annotated, Any
@@ -59,46 +60,30 @@ def compare(target: Side, draft: Side, difference: str) -> list[Finding]:
     """The properties of both models. difference: the first token that the tokenizers read differently, described; "" if there is none."""
     t = target.info
     d = draft.info
-    same_tokens = t.tokenizer_hash == d.tokenizer_hash and not difference
-    fix = "the drafter needs --target-tokenizer, and drafts only what both vocabularies have"
-    tokenizer = "" if same_tokens else f"{difference or 'the tokenizers split text differently'}; {fix}"
-    has_all_tokens = d.vocab_size >= t.vocab_size - target.num_padding
+    tokenizer = vocabulary = context = ends = trees = ""
+    if difference or t.tokenizer_hash != d.tokenizer_hash:
+        fix = "the drafter needs --target-tokenizer, and drafts only what both vocabularies have"
+        tokenizer = f"{difference or 'the tokenizers split text differently'}; {fix}"
     comparable = t.tokenizer_hash != "" or t.vocab_size == d.vocab_size
+    if not comparable or d.vocab_size < t.vocab_size - target.num_padding:
+        vocabulary = "the draft model lacks tokens of the target; use models of one vocabulary"
+    if d.max_positions < t.max_positions:
+        context = "drafting ends where the draft's context does"
+    if t.eos_ids != d.eos_ids:
+        ends = "those of the target count"
+    if not (t.supports_trees and d.supports_trees):
+        trees = "this architecture cannot hold a token tree; it decodes plainly"
+
+    def finding(name: str, show: Callable[[Side], str], remark: str, verdict: str = "error") -> Finding:
+        return Finding(name, show(target), show(draft), verdict if remark else "ok", remark)
+
     return [
-        _finding("tokenizer", t.tokenizer_hash[:12] or "-", d.tokenizer_hash[:12] or "-", tokenizer),
-        _finding(
-            "vocabulary",
-            f"{t.vocab_size} ({target.num_padding} padding)",
-            f"{d.vocab_size} ({draft.num_padding} padding)",
-            ""
-            if comparable and has_all_tokens
-            else "the draft model lacks tokens of the target; use models of one vocabulary",
-        ),
-        _finding(
-            "context",
-            str(t.max_positions),
-            str(d.max_positions),
-            note="drafting ends where the draft's context does" if d.max_positions < t.max_positions else "",
-        ),
-        _finding(
-            "end tokens",
-            _ids(t.eos_ids),
-            _ids(d.eos_ids),
-            note="" if t.eos_ids == d.eos_ids else "those of the target count",
-        ),
-        _finding(
-            "token trees",
-            "yes" if t.supports_trees else "no",
-            "yes" if d.supports_trees else "no",
-            ""
-            if t.supports_trees and d.supports_trees
-            else "this architecture cannot hold a token tree; it decodes plainly",
-        ),
+        finding("tokenizer", lambda side: side.info.tokenizer_hash[:12] or "-", tokenizer),
+        finding("vocabulary", lambda side: f"{side.info.vocab_size} ({side.num_padding} padding)", vocabulary),
+        finding("context", lambda side: str(side.info.max_positions), context, "note"),
+        finding("end tokens", lambda side: ", ".join(map(str, side.info.eos_ids)) or "-", ends, "note"),
+        finding("token trees", lambda side: "yes" if side.info.supports_trees else "no", trees),
     ]
-
-
-def _finding(name: str, target: str, draft: str, error: str = "", note: str = "") -> Finding:
-    return Finding(name, target, draft, "error" if error else "note" if note else "ok", error or note)
 
 
 def _look(spec: str) -> Side:
@@ -129,7 +114,3 @@ def _table(findings: list[Finding]) -> Table:
     for f in findings:
         table.add_row(f.name, f.target, f.draft, f"[{colours[f.verdict]}]{f.verdict}[/]", f.remark)
     return table
-
-
-def _ids(ids: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ids)) or "-"

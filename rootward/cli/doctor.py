@@ -13,8 +13,7 @@ from rich.table import Table
 
 from rootward.cli.options import ApiKey, Output, OutputFormat
 from rootward.cli.output import show
-from rootward.doctor import machine, system
-from rootward.doctor.findings import Finding, Level
+from rootward.doctor import Finding, Level, machine, system
 from rootward.errors import ConfigurationError
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -33,7 +31,8 @@ def download(
     by the next process. Credentials come from variables: HF_TOKEN, AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS and others.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_name(f"{folder.name}.lock")):
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel or the file server releases it when a process dies
         if folder.is_dir():
             typer.echo(f"{folder} is there already", err=True)
             return
@@ -68,14 +67,6 @@ def _fetch(url: str, partial: Path, patterns: tuple[str, ...]) -> None:
         raise ConfigurationError(
             f"url: {url} was not downloaded ({error}); check address, credentials and disk"
         ) from error
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """The kernel, or the server of the file system, releases the lock of a process that dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _from_hub(url: str, partial: Path, patterns: tuple[str, ...]) -> None:

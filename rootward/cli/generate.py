@@ -91,16 +91,17 @@ def generate(
     speculation = Speculation("disabled" if no_speculation else "auto", verification)
     console = Console()
     notes = Console(stderr=True)
-    with Client(url, api_key=api_key or None, timeout=timeout) as client:
-        stream = client.stream(text, sampling=sampling, speculation=speculation, model=model)
-        with stream:
-            if output is OutputFormat.text:
-                try:
-                    for delta in stream:
-                        print_delta(console, delta)
-                finally:
-                    console.file.write("\n")
-            result = stream.get_final_result()
+    with (
+        Client(url, api_key=api_key or None, timeout=timeout) as client,
+        client.stream(text, sampling=sampling, speculation=speculation, model=model) as stream,
+    ):
+        if output is OutputFormat.text:
+            try:
+                for delta in stream:
+                    print_delta(console, delta)
+            finally:
+                console.file.write("\n")
+        result = stream.get_final_result()
     if output is OutputFormat.json:
         print(as_json(result))
     if stats:

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from rootward.cli.administration import abort, drain
+from rootward import errors
+from rootward.cli.administration import abort, drain, status
 from rootward.cli.chat import chat
 from rootward.cli.check import check
 from rootward.cli.check_pair import check_pair
@@ -16,26 +17,25 @@ from rootward.cli.doctor import doctor
 from rootward.cli.download import download
 from rootward.cli.generate import generate
 from rootward.cli.keys import keys
-from rootward.cli.serve import PLAN, TRAIN_DRAFT, add_program, bench, serve
-from rootward.cli.status import status
+from rootward.cli.serve import TOOLS, add_program, bench, serve
 from rootward.cli.top import top
-from rootward.errors import (
-    APIConnectionError,
-    APITimeoutError,
-    AuthenticationError,
-    BadRequestError,
-    ConfigurationError,
-    ConflictError,
-    NotFoundError,
-    PermissionDeniedError,
-    RateLimitError,
-    RootwardError,
-    StreamInterruptedError,
-    UnavailableError,
-)
 
 OK, INTERNAL, USAGE, INCOMPATIBLE, UNAVAILABLE = range(5)
 INTERRUPTED = 130
+AWAY = (
+    errors.APIConnectionError,
+    errors.UnavailableError,
+    errors.RateLimitError,
+    errors.StreamInterruptedError,
+)
+MISTAKES = (
+    errors.BadRequestError,
+    errors.AuthenticationError,
+    errors.PermissionDeniedError,
+    errors.NotFoundError,
+    errors.ConflictError,
+    ValueError,
+)
 
 app = typer.Typer(
     name="rootward",
@@ -48,10 +48,7 @@ app = typer.Typer(
 
 
 @app.callback()
-def _root(
-    ctx: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
-) -> None:
+def _root(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False) -> None:
     """Lossless tree-speculative serving of large language models.
 
     A small draft model grows token trees; the target model checks a whole tree per pass.
@@ -72,7 +69,6 @@ def _root(
       rootward serve verifier --model TARGET --drafters 127.0.0.1:50061
       rootward serve gateway --model TARGET --verifiers 127.0.0.1:50052
     """
-    ctx.obj = debug
 
 
 @app.command()
@@ -86,18 +82,10 @@ def version() -> None:
 app.add_typer(serve)
 app.add_typer(bench)
 app.add_typer(keys)
-for _name, _program in (("train-draft", TRAIN_DRAFT), ("plan", PLAN)):
+for _name, _program in TOOLS.items():
     add_program(app, _name, _program)
-app.command()(generate)
-app.command()(chat)
-app.command("check-pair")(check_pair)
-app.command()(check)
-app.command()(doctor)
-app.command()(download)
-app.command()(status)
-app.command()(top)
-app.command()(abort)
-app.command()(drain)
+for _command in (generate, chat, check_pair, check, doctor, download, status, top, abort, drain):
+    app.command()(_command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,26 +107,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def exit_code(error: Exception) -> int:
     """Exit code of a command that failed with this error."""
-    if isinstance(error, ConfigurationError):
+    if isinstance(error, errors.ConfigurationError):
         return error.exit_code
-    if isinstance(error, APIConnectionError | UnavailableError | RateLimitError | StreamInterruptedError):
+    if isinstance(error, AWAY):
         return UNAVAILABLE
-    mistakes = (
-        BadRequestError,
-        AuthenticationError,
-        PermissionDeniedError,
-        NotFoundError,
-        ConflictError,
-        ValueError,
-    )
-    return USAGE if isinstance(error, mistakes) or hasattr(error, "format_message") else INTERNAL
+    return USAGE if isinstance(error, MISTAKES) or hasattr(error, "format_message") else INTERNAL
 
 
 def _one_line(error: Exception) -> str:
     if hasattr(error, "format_message"):  # a wrong command line
         return " ".join(str(error.format_message()).split()).rstrip(".") + "; see rootward --help"
-    if isinstance(error, APIConnectionError) and not isinstance(error, APITimeoutError):
+    if isinstance(error, errors.APIConnectionError) and not isinstance(error, errors.APITimeoutError):
         return f"url: {error}; start a server with 'rootward serve all', or name a running one with --url"
-    known = isinstance(error, RootwardError | ValueError)
     text = " ".join(str(error).split())
-    return text if known else f"internal error ({type(error).__name__}: {text}); --debug shows where"
+    if isinstance(error, errors.RootwardError | ValueError):
+        return text
+    return f"internal error ({type(error).__name__}: {text}); --debug shows where"

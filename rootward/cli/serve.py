@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import IO, Any
 
 import typer
@@ -37,15 +38,6 @@ class Program:
     extras: tuple[str, ...]
     help: str
     parser: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A completion that typer passes to a shell. typer's own class moves between modules from version to version."""
-
-    value: str
-    type: str = "plain"
-    help: str | None = None
 
 
 SERVICES = {
@@ -81,17 +73,19 @@ BENCHMARKS = {
     "distance": "Tokens per second against the round-trip time between verifier and drafter: plain, waiting, living tree, coupled.",
     "rounds": "The cost of a round on real services, by sessions per drafter: the worker model of the autoscaling simulation.",
 }
-PLAN = Program(
-    "rootward.plan",
-    ("gateway", "worker"),
-    "Will speculation pay? `plan TARGET DRAFT` measures a pair on this machine and forecasts its speed-up; --help lists the flags.",
-    parser="rootward.plan.__main__:parser",
-)
-TRAIN_DRAFT = Program(
-    "training.train_draft",
-    ("worker", "training"),
-    "Train a draft head for TARGET, on text that it writes itself: `train-draft TARGET --out FOLDER`; --help lists the flags.",
-)
+TOOLS = {
+    "train-draft": Program(
+        "training.train_draft",
+        ("worker", "training"),
+        "Train a draft head for TARGET, on text that it writes itself: `train-draft TARGET --out FOLDER`; --help lists the flags.",
+    ),
+    "plan": Program(
+        "rootward.plan",
+        ("gateway", "worker"),
+        "Will speculation pay? `plan TARGET DRAFT` measures a pair on this machine and forecasts its speed-up; --help lists the flags.",
+        parser="rootward.plan.__main__:parser",
+    ),
+}
 
 serve = typer.Typer(
     name="serve",
@@ -165,8 +159,9 @@ def add_program(app: typer.Typer, name: str, program: Program, *, shown_as: str 
 
     class ProgramCommand(TyperCommand):
         def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-            """The flags of the program, which parses them itself."""
-            return [Completion(flag) for flag in _flags(program) if flag.startswith(incomplete)]
+            """The flags of the program, which parses them itself. typer's class of completions moves between modules."""
+            flags = [flag for flag in _flags(program) if flag.startswith(incomplete)]
+            return [SimpleNamespace(value=flag, type="plain", help=None) for flag in flags]
 
     def run(ctx: typer.Context) -> None:
         command = _command(shown_as or name, program, ctx.args)

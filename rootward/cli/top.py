@@ -13,7 +13,7 @@ from rich.table import Table
 
 from rootward.cli.options import DEFAULT_URL, ApiKey, Output, OutputFormat, Url, open_client
 from rootward.cli.output import key_values, show
-from rootward.client.types import Load, VerifierLoad
+from rootward.client.types import Load
 
 
 def top(
@@ -56,12 +56,12 @@ def top(
 
 def rates(before: Load, now: Load) -> dict[str, float | None]:
     """Rates between two readings; since its start for a gateway that has restarted in between. None: nothing was measured."""
-    restarted = now.uptime_s < before.uptime_s
-    seconds = now.uptime_s - (0.0 if restarted else before.uptime_s)
-    requests, tokens, rounds = (
-        getattr(now, name) - (0 if restarted else getattr(before, name))
-        for name in ("num_requests", "num_tokens", "num_rounds")
-    )
+    if now.uptime_s < before.uptime_s:
+        before = Load(0, 0, 0, False)
+    seconds = now.uptime_s - before.uptime_s
+    requests = now.num_requests - before.num_requests
+    tokens = now.num_tokens - before.num_tokens
+    rounds = now.num_rounds - before.num_rounds
     return {
         "requests_per_s": requests / seconds if seconds > 0 else None,
         "tokens_per_s": tokens / seconds if seconds > 0 else None,
@@ -82,15 +82,10 @@ def _view(url: str, before: Load, now: Load) -> RenderableType:
         }
     )
     table = Table("verifier", "state", "running", "waiting", "slots", "speedup")
-    for verifier in now.verifiers:
-        table.add_row(*_row(verifier))
+    for one in now.verifiers:
+        counts = map(str, (one.num_running, one.num_waiting, one.max_sessions))
+        table.add_row(one.name, "ready" if one.ready else "not ready", *counts, _number(one.speedup, 2))
     return Group(gateway, table)
-
-
-def _row(verifier: VerifierLoad) -> tuple[str, ...]:
-    counts = (verifier.num_running, verifier.num_waiting, verifier.max_sessions)
-    state = "ready" if verifier.ready else "not ready"
-    return verifier.name, state, *map(str, counts), _number(verifier.speedup, 2)
 
 
 def _number(value: float | None, digits: int = 1) -> str:

@@ -246,8 +246,9 @@ class AsyncStream:
             chunk = await self._chunk()
         except BaseException as error:
             self.cancel()
-            if self._begun and isinstance(error, APIError):
-                raise self._interrupted(error) from error
+            lost = isinstance(error, APIConnectionError | UnavailableError) and not isinstance(error, APITimeoutError)
+            if lost and any(one.last is not None for one in self._received):
+                raise StreamInterruptedError(str(error), self._result()) from error
             raise
         if chunk is None:
             self._over = True
@@ -259,14 +260,13 @@ class AsyncStream:
         return self._received[chunk.index].take(chunk)
 
     async def _chunk(self) -> Chunk | None:
-        if self._call is None:
-            return await self._retries.attempt_until_success(self._begin)
-        try:
-            return await _read(self._call)
-        except APIError as error:
-            if self._request.sampling.n > 1 or not self._retries.allow_resume(error):
-                raise
-            return await self._retries.attempt_until_success(self._begin)
+        if self._call is not None:
+            try:
+                return await _read(self._call)
+            except APIError as error:
+                if self._request.sampling.n > 1 or not self._retries.allow_resume(error):
+                    raise
+        return await self._retries.attempt_until_success(self._begin)
 
     async def _begin(self, timeout_s: float) -> Chunk | None:
         """One attempt, up to its first chunk. Tokens received before are never generated again: the request is resumed by its id."""
@@ -285,17 +285,9 @@ class AsyncStream:
         self._call = call
         return chunk
 
-    @property
-    def _begun(self) -> bool:
-        return any(one.last is not None for one in self._received)
-
     def _result(self) -> GenerationResult:
         choices = tuple(one.result(self._usage, self.request_id) for one in self._received)
         return replace(choices[0], choices=choices)
-
-    def _interrupted(self, error: APIError) -> APIError:
-        lost = isinstance(error, APIConnectionError | UnavailableError) and not isinstance(error, APITimeoutError)
-        return StreamInterruptedError(str(error), self._result()) if lost else error
 
 
 def _is_chat(prompt: Prompt | Messages) -> TypeGuard[Messages]:

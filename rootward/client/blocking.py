@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import suppress
@@ -29,12 +28,9 @@ class ClosedError(APIError):
 class LoopThread:
     """An event loop on a daemon thread."""
 
-    _numbers = itertools.count(1)
-
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        name = f"rootward-client-{next(self._numbers)}"
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rootward-client", daemon=True)
         self._thread.start()
         self._closed = False
         self._lock = threading.Lock()
@@ -67,9 +63,9 @@ class LoopThread:
 class Stream:
     """`AsyncStream` without an event loop."""
 
-    def __init__(self, stream: AsyncStream, run: Callable[[Coroutine[Any, Any, Any]], Any]):
+    def __init__(self, stream: AsyncStream, thread: LoopThread):
         self._stream = stream
-        self._run = run
+        self._thread = thread
 
     @property
     def request_id(self) -> str:
@@ -84,7 +80,7 @@ class Stream:
     def __iter__(self) -> Iterator[TokenDelta]:
         deltas = self._stream.__aiter__()
         try:
-            while (delta := self._run(_next_or_none(deltas))) is not None:
+            while (delta := self._thread.run(_next_or_none(deltas))) is not None:
                 yield delta
         finally:
             self.cancel()
@@ -93,12 +89,11 @@ class Stream:
         """End the generation on the server."""
         if not self._stream.over:
             with suppress(ClosedError):
-                self._run(self._stream.__aexit__())
+                self._thread.run(self._stream.__aexit__())
 
     def get_final_result(self) -> GenerationResult:
         """Read what is left, then the whole generation."""
-        result: GenerationResult = self._run(self._stream.get_final_result())
-        return result
+        return self._thread.run(self._stream.get_final_result())
 
 
 def _blocking(
@@ -142,7 +137,7 @@ class Client:
 
     def stream(self, prompt: Prompt | None = None, **options: Unpack[RequestOptions]) -> Stream:
         """See `AsyncClient.stream`."""
-        return Stream(self._client.stream(prompt, **options), self._thread.run)
+        return Stream(self._client.stream(prompt, **options), self._thread)
 
     generate = _blocking(AsyncClient.generate)
     generate_many = _blocking(AsyncClient.generate_many)

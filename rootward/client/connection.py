@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import cycle, islice
 from typing import TypeVar
 
 import grpc
@@ -34,7 +35,7 @@ MAX_RETRY_AFTER_S = 60.0  # a call whose server asks for a longer pause fails
 
 
 class Connection:
-    """Channels to the addresses of a target, used round robin. Each is opened on first use, in the event loop of the caller."""
+    """Channels to the addresses of a target, used round robin. They are opened on first use, in the event loop of the caller."""
 
     def __init__(
         self,
@@ -56,25 +57,20 @@ class Connection:
         options = dict(client_options(transport, round_robin=target.startswith("dns:")))
         options["grpc.min_reconnect_backoff_ms"] = int(connect_timeout_s * 1000)  # limit of one connection attempt
         self._options = [*(options | dict(channel_options)).items()]
-        channels_per_address = -(-max(1, num_channels) // len(self.addresses))
-        self._num_channels = channels_per_address * len(self.addresses)
+        self._channels_per_address = -(-max(1, num_channels) // len(self.addresses))
         self._channels: list[grpc.aio.Channel] = []
-        self._last = 0
+        self._turns: Iterator[grpc.aio.Channel] = iter(())
 
     def channel(self) -> grpc.aio.Channel:
         """The next channel, without those that failed to connect as long as there is another: calls to a gateway that is down fail at
         once, so it would get most of the attempts."""
-        for _ in range(self._num_channels):
-            channel = self._next()
+        if not self._channels:
+            self._channels = [self._open(address) for address in self.addresses * self._channels_per_address]
+            self._turns = cycle(self._channels)
+        for channel in islice(self._turns, len(self._channels)):
             if channel.get_state(try_to_connect=True) is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                 break
         return channel
-
-    def _next(self) -> grpc.aio.Channel:
-        self._last = (self._last + 1) % self._num_channels
-        while len(self._channels) <= self._last:
-            self._channels.append(self._open(self.addresses[len(self._channels) % len(self.addresses)]))
-        return self._channels[self._last]
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Metadata of every call."""
@@ -149,16 +145,14 @@ class Retries:
 
 def parse_target(target: str) -> tuple[list[str], bool]:
     """(addresses for gRPC, whether TLS is required). target: addresses separated by commas. ValueError: other scheme, no port."""
-    scheme, sep, rest = target.partition("://")
-    if sep and scheme in ("grpc", "grpcs"):
+    scheme, separator, rest = target.partition("://")
+    if separator and scheme in ("grpc", "grpcs"):
         addresses = rest.rstrip("/").split(",")
-        secure = scheme == "grpcs"
-    elif sep and scheme not in ("dns", "ipv4", "ipv6", "unix"):
+    elif separator and scheme not in ("dns", "ipv4", "ipv6", "unix"):
         raise ValueError(f"target: {target!r} has scheme {scheme!r}; use grpc://host:port or grpcs://host:port")
     else:
         addresses = [target] if target.startswith(("ipv4:", "ipv6:")) else target.split(",")
-        secure = False
     for address in addresses:
         if not address.startswith("unix:") and not address.rpartition(":")[2].isdecimal():
             raise ValueError(f"target: {target!r} has no port; write host:port")
-    return addresses, secure
+    return addresses, scheme == "grpcs"

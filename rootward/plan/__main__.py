@@ -22,7 +22,7 @@ from rootward.cli.serve import address_of, services_running, url_of
 from rootward.client import AsyncClient, Speculation
 from rootward.errors import APIError, ConfigurationError
 from rootward.host import available_cores
-from rootward.plan.forecast import forecasts
+from rootward.plan.forecast import Forecast, forecasts
 from rootward.plan.measurement import LoadGenerator, Measured, measure
 from rootward.plan.report import answer, as_json, check_picture, draw, tables
 
@@ -40,31 +40,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured = _measured(given)
         is_remote = not drafts_in_verifier(given.draft)
         found = forecasts(measured, rtts_ms=sorted({0.0, *RTTS_MS, given.rtt}) if is_remote else [0.0])
-        at_rtt = [one for one in found if one.rtt_ms == given.rtt]
-        title = f"{_name(given.target)} with {_name(given.draft)}"
-        if given.json:
-            about = {"target": _name(given.target), "draft": _name(given.draft), "threads": given.threads}
-            print(json.dumps(as_json(measured, found, about=about), indent=1))
-        else:
-            console = Console()
-            console.print(f"[bold]{title}[/bold], {given.threads} threads")
-            for table in tables(measured, at_rtt):
-                console.print(table)
-            if is_remote:
-                at_most_load = [
-                    one for one in found if (one.temperature, one.load) == (given.temperatures[0], given.load)
-                ]
-                by_distance = ", ".join(f"{one.rtt_ms:g} ms: {one.speedup:.2f}" for one in at_most_load)
-                console.print(
-                    f"speed-up by distance at temperature {given.temperatures[0]:g}, {given.load} sessions: {by_distance}"
-                )
-            console.print(f"\n[bold]{answer(at_rtt)}[/bold]")
+        _print(given, measured, found)
         if given.out is not None:
-            draw(measured, found, given.out, title)
+            draw(measured, found, given.out, _title(given))
     except (ConfigurationError, APIError) as error:
         print(f"rootward: {str(error).splitlines()[0]}", file=sys.stderr)
         return error.exit_code if isinstance(error, ConfigurationError) else 1
     return 0
+
+
+def _print(given: argparse.Namespace, measured: Sequence[Measured], found: Sequence[Forecast]) -> None:
+    if given.json:
+        about = {"target": _name(given.target), "draft": _name(given.draft), "threads": given.threads}
+        print(json.dumps(as_json(measured, found, about=about), indent=1))
+        return
+    at_rtt = [one for one in found if one.rtt_ms == given.rtt]
+    console = Console()
+    console.print(f"[bold]{_title(given)}[/bold], {given.threads} threads", *tables(measured, at_rtt), sep="\n")
+    if not drafts_in_verifier(given.draft):
+        temperature = given.temperatures[0]
+        at_most_load = [one for one in found if (one.temperature, one.load) == (temperature, given.load)]
+        by_distance = ", ".join(f"{one.rtt_ms:g} ms: {one.speedup:.2f}" for one in at_most_load)
+        console.print(f"speed-up by distance at temperature {temperature:g}, {given.load} sessions: {by_distance}")
+    console.print(f"\n[bold]{answer(at_rtt)}[/bold]")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -116,31 +114,28 @@ def parser() -> argparse.ArgumentParser:
 
 def _measured(given: argparse.Namespace) -> list[Measured]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    admin = f"127.0.0.1:{_free_port()}"
+    flags = service_flags(
+        given.target,
+        given.draft,
+        sessions=given.load,
+        threads=given.threads,
+        nodes=given.nodes,
+        model_flags=["--device", given.device, "--dtype", given.dtype],
+        admin=admin,
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("starting services", total=1.0)
-        admin = f"127.0.0.1:{_free_port()}"
-        flags = service_flags(
-            given.target,
-            given.draft,
-            sessions=given.load,
-            threads=given.threads,
-            nodes=given.nodes,
-            model_flags=["--device", given.device, "--dtype", given.dtype],
-            admin=admin,
-        )
         with services_running(flags, start_timeout_s=given.start_timeout_s) as lines:
             progress.update(task, description="measuring")
             prompts = prompts_of(url_of(lines), given.texts, raw=given.raw)
 
             async def work() -> list[Measured]:
                 async with AsyncClient(address_of(lines)) as client:
-                    generator = LoadGenerator(
-                        client, prompts, max_tokens=given.tokens, admin=admin, first_seed=given.seed
-                    )
                     return await measure(
-                        generator,
+                        LoadGenerator(client, prompts, max_tokens=given.tokens, admin=admin, first_seed=given.seed),
                         temperatures=given.temperatures,
-                        loads=loads_up_to(given.load),
+                        loads=sorted({1, (1 + given.load) // 2, given.load}),
                         most_nodes=given.nodes,
                         lookup=lookup_beside(given.draft),
                         drafter=NGRAM if given.draft == NGRAM else "",
@@ -169,11 +164,6 @@ def service_flags(
     flags = ["--log-level", "error", "--model", target, "--draft-model", "none" if drafts_in_verifier(draft) else draft]
     flags += ["--num-threads", str(threads)] if threads else []
     return [*flags, f"--verifier-flags={shlex.join(verifier)}", f"--drafter-flags={shlex.join(shared)}"]
-
-
-def loads_up_to(most: int) -> list[int]:
-    """The loads that are measured: one session, about half of the most, and the most."""
-    return sorted({1, (1 + most) // 2, most})
 
 
 def lookup_beside(draft: str) -> Speculation | None:
@@ -225,6 +215,10 @@ def _tokenized(url: str, bodies: Sequence[object]) -> list[list[int]] | None:
                 raise
             return None
     return found
+
+
+def _title(given: argparse.Namespace) -> str:
+    return f"{_name(given.target)} with {_name(given.draft)}"
 
 
 def _name(spec: str) -> str:

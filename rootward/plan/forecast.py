@@ -61,8 +61,8 @@ class Forecast:
     @property
     def helps_most(self) -> Change | None:
         """None: no single change would gain 5 %."""
-        best = max(self.changes, key=self.changes.__getitem__, default=None)
-        return best if best is not None and self.changes[best] >= WORTH_SAYING * max(1.0, self.speedup) else None
+        best = max(self.changes, key=self.changes.__getitem__)
+        return best if self.changes[best] >= WORTH_SAYING * max(1.0, self.speedup) else None
 
 
 def forecast(measured: Measured, *, rtt_ms: float = 0.0) -> Forecast:

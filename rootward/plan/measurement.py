@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -148,8 +149,12 @@ class LoadGenerator:
         admin: str = "",
         first_seed: int = 0,
     ) -> None:
-        self._client, self._prompts, self._max_tokens, self._admin = client, prompts, max_tokens, admin
-        self._first_seed, self._windows = first_seed, count()
+        self._client = client
+        self._prompts = prompts
+        self._max_tokens = max_tokens
+        self._admin = admin
+        self._first_seed = first_seed
+        self._windows = count()
         self._answers: dict[float, list[tuple[int, ...]]] = {}
 
     async def write_answers(self, temperature: float, *, load: int) -> None:
@@ -175,63 +180,45 @@ class LoadGenerator:
         begun = asyncio.Semaphore(0)
         salt = f"window {self._first_seed} {next(self._windows)}"
         first_number = self._first_seed + series * load
+
+        async def session(numbers: Iterable[int]) -> None:
+            """Requests with these numbers one after the other; `begun` is released once, with the first token."""
+            is_first = True
+            for number in numbers:
+                prompt, max_tokens = self._prompts[number % len(self._prompts)], self._max_tokens
+                if is_first:
+                    prompt, max_tokens = self._begun_text(number, temperature)
+                sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=number)
+                async for delta in self._client.stream(
+                    prompt, sampling=sampling, speculation=speculation, cache_salt=salt
+                ):
+                    if delta.accepted:
+                        arrived.append(Arrival(time.perf_counter(), number, delta.accepted))
+                    if is_first:
+                        begun.release()
+                        is_first = False
+
         try:
             async with asyncio.TaskGroup() as group:
-                sessions = [
-                    group.create_task(
-                        self._session(
-                            count(first_number + i, load),
-                            temperature=temperature,
-                            speculation=speculation,
-                            salt=salt,
-                            arrived=arrived,
-                            begun=begun,
-                        )
-                    )
-                    for i in range(load)
-                ]
-                for _ in sessions:
+                tasks = [group.create_task(session(count(first_number + i, load))) for i in range(load)]
+                for _ in tasks:
                     await begun.acquire()
-                engine_before, begun_s, first = await self._engine_time(), time.perf_counter(), len(arrived)
+                engine_before = await self._engine_time()
+                begun_s = time.perf_counter()
+                first = len(arrived)
                 await asyncio.sleep(seconds)
                 while len(arrived) - first < rounds * load:
                     await asyncio.sleep(seconds / 4)
-                ended_s, engine = time.perf_counter(), await self._engine_time() - engine_before
-                for session in sessions:
-                    session.cancel()
+                ended_s = time.perf_counter()
+                engine = await self._engine_time() - engine_before
+                for task in tasks:
+                    task.cancel()
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         await asyncio.sleep(SETTLE_S)
         counted = [one for one in arrived if begun_s <= one.at_s < ended_s]
         tokens = sum(len(one.accepted) for one in counted)
         return Run(load, ended_s - begun_s, tokens, accepted_by_round(counted), engine)
-
-    async def _session(
-        self,
-        numbers: Iterable[int],
-        *,
-        temperature: float,
-        speculation: Speculation,
-        salt: str,
-        arrived: list[Arrival],
-        begun: asyncio.Semaphore,
-    ) -> None:
-        """Requests with these numbers one after the other; `begun` is released once, with the first token."""
-        is_first = True
-        for number in numbers:
-            prompt, max_tokens = self._prompts[number % len(self._prompts)], self._max_tokens
-            if is_first:
-                prompt, max_tokens = self._begun_text(number, temperature)
-            sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=number)
-            async with self._client.stream(
-                prompt, sampling=sampling, speculation=speculation, cache_salt=salt
-            ) as stream:
-                async for delta in stream:
-                    if delta.accepted:
-                        arrived.append(Arrival(time.perf_counter(), number, delta.accepted))
-                    if is_first:
-                        begun.release()
-                        is_first = False
 
     def _begun_text(self, number: int, temperature: float) -> tuple[Sequence[int], int]:
         """A prompt with a part of its answer, and how many tokens may follow."""
@@ -258,44 +245,32 @@ async def measure(
     """lookup: what asks for drafts from n-grams alone, None: not measured; drafter: by whom trees of fixed sizes are grown ("": by any
     drafter, but not by look-up); seconds: of all windows together, shared alike by the temperatures and loads."""
     sizes = [*(size for size in SIZES if size < most_nodes), most_nodes]
+    trees = {size: Speculation(mode="required", num_draft_tokens=size, drafter=drafter) for size in sizes}
+    windows = {PLAIN: 2, AUTO: 2, **({lookup: 1} if lookup is not None else {}), **dict.fromkeys(trees.values(), 1)}
     pairs = [(temperature, load) for temperature in temperatures for load in loads]
-    # In a turn plain decoding and speculation have two windows each, every other kind has one; the controller learns for one window.
-    window_s = seconds / len(pairs) / (TURNS * (4 + (lookup is not None) + len(sizes)) + 1)
+    window_s = seconds / len(pairs) / (TURNS * sum(windows.values()) + 1)  # the controller learns for one window
     found = []
     for i, (temperature, load) in enumerate(pairs):
         if load == loads[0]:
             await generator.write_answers(temperature, load=max(loads))
-
-        async def run(
-            speculation: Speculation,
-            turn: int,
-            *,
-            windows: int = 1,
-            rounds: int = LEAST_ROUNDS,
-            temperature: float = temperature,
-            load: int = load,
-        ) -> Run:
-            return await generator.run(
-                load=load,
-                temperature=temperature,
-                speculation=speculation,
-                seconds=windows * window_s,
-                series=turn,
-                rounds=rounds,
-            )
-
-        trees = {size: Run(load) for size in sizes}
-        one = Measured(temperature, load, Run(load), Run(load), Run(load) if lookup is not None else None, trees)
-        await run(AUTO, TURNS, rounds=LEARNING_ROUNDS)
+        here: dict[str, Any] = {"load": load, "temperature": temperature}
+        await generator.run(**here, speculation=AUTO, seconds=window_s, series=TURNS, rounds=LEARNING_ROUNDS)
+        runs = {speculation: Run(load) for speculation in windows}
         for turn in range(TURNS):
-            one.plain.add(await run(PLAIN, turn, windows=2))
-            one.auto.add(await run(AUTO, turn, windows=2))
-            if lookup is not None and one.lookup is not None:
-                one.lookup.add(await run(lookup, turn))
-            for size in sizes:
-                trees[size].add(await run(Speculation(mode="required", num_draft_tokens=size, drafter=drafter), turn))
+            for speculation, number in windows.items():
+                run = await generator.run(**here, speculation=speculation, seconds=number * window_s, series=turn)
+                runs[speculation].add(run)
             done((i + (turn + 1) / TURNS) / len(pairs))
-        found.append(one)
+        found.append(
+            Measured(
+                temperature,
+                load,
+                plain=runs[PLAIN],
+                auto=runs[AUTO],
+                lookup=runs[lookup] if lookup is not None else None,
+                trees={size: runs[speculation] for size, speculation in trees.items()},
+            )
+        )
     return found
 
 
@@ -316,13 +291,13 @@ def engine_time(admin: str) -> EngineTime:
     """Of the verifier with this admin address (host:port)."""
     with urlopen(f"http://{admin}/metrics", timeout=SCRAPE_TIMEOUT_S) as answer:
         text = answer.read().decode()
-    steps_s = num_steps = head_s = 0.0
+    totals: dict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name == "rootward_step_duration_seconds_sum" and sample.labels["kind"] != "prefill":
-                steps_s += sample.value
-            elif sample.name == "rootward_step_duration_seconds_count" and sample.labels["kind"] != "prefill":
-                num_steps += sample.value
-            elif sample.name == "rootward_draft_head_seconds_total":
-                head_s += sample.value
-    return EngineTime(steps_s, num_steps, head_s)
+            if sample.labels.get("kind") != "prefill":
+                totals[sample.name] += sample.value
+    return EngineTime(
+        totals["rootward_step_duration_seconds_sum"],
+        totals["rootward_step_duration_seconds_count"],
+        totals["rootward_draft_head_seconds_total"],
+    )

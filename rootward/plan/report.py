@@ -139,25 +139,21 @@ def _place(one: Forecast) -> str:
 def _rounds(measured: Sequence[Measured]) -> Table:
     """Of the first temperature: the others differ in acceptance alone."""
     first = measured[0].temperature
-    table = Table(
-        "sessions",
-        "nodes",
-        "tokens a round",
-        "round, ms",
-        "drafts, ms",
-        "tokens/s",
-        title=f"rounds at temperature {first:g}",
-    )
+    columns = ("sessions", "nodes", "tokens a round", "round, ms", "drafts, ms", "tokens/s")
+    table = Table(*columns, title=f"rounds at temperature {first:g}")
     for one in measured:
         if one.temperature != first:
             continue
-        plain = one.plain
-        table.add_row(str(one.load), "0", "1.00", f"{1e3 * plain.round_s:.2f}", "-", f"{plain.rate:.1f}")
-        for nodes, run in one.trees.items():
-            draft_ms = 1e3 * one.draft_s(nodes)
-            drafting = f"{draft_ms:.2f}" if draft_ms else "-"
-            figures = (f"{run.tokens_per_round:.2f}", f"{1e3 * run.round_s:.2f}", drafting, f"{run.rate:.1f}")
-            table.add_row(str(one.load), str(nodes), *figures)
+        for nodes, run in ({0: one.plain} | one.trees).items():
+            draft_ms = 1e3 * one.draft_s(nodes) if nodes else 0.0
+            table.add_row(
+                str(one.load),
+                str(nodes),
+                f"{run.tokens_per_round:.2f}",
+                f"{1e3 * run.round_s:.2f}",
+                f"{draft_ms:.2f}" if draft_ms else "-",
+                f"{run.rate:.1f}",
+            )
     return table
 
 

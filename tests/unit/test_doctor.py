@@ -16,8 +16,7 @@ from gateway.models import Models
 from gateway.servicer import register
 from rootward.cli.main import main
 from rootward.client.types import Load, ServerInfo, VerifierLoad, Worker
-from rootward.doctor import machine, system
-from rootward.doctor.findings import Finding, Level
+from rootward.doctor import Finding, Level, machine, system
 from rootward.doctor.machine import GIB, Machine
 from rootward.doctor.system import Access, CertificateSeen, RedisSeen, Seen, System
 from rootward.wire.server import RpcServer
