@@ -83,13 +83,44 @@ def as_markdown(reports: Sequence[dict[str, Any]]) -> str:
 
 
 def write_readme(path: Path, reports: Sequence[dict[str, Any]]) -> None:
-    """Replace what lies between the markers. ValueError without markers."""
+    """Replace the text between the markers by `comparison`. ValueError without markers."""
     text = path.read_text(encoding="utf-8")
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{path.name}: no markers {BEGIN!r} and {END!r}; add them where the tables belong")
-    parts = []
+    path.write_text(before + BEGIN + "\n" + comparison(reports) + "\n" + END + after, encoding="utf-8")
+
+
+def comparison(reports: Sequence[dict[str, Any]]) -> str:
+    """A table of tokens per second for each number of requests at once, with the columns of all reports, then their headings."""
+    batches = sorted({batch for report in reports for _, batch in settings_of(report)})
+    parts = [batch_table(reports, batch) for batch in batches]
+    return "\n\n".join([*parts, "\n".join(f"- {heading(report)}" for report in reports)])
+
+
+def batch_table(reports: Sequence[dict[str, Any]], batch: int) -> str:
+    """Systems and modes in rows, processors and temperatures in columns; the best of each column in bold."""
+    header = [f"tokens/s, {batch} {'request' if batch == 1 else 'requests'} at once"]
+    columns: list[dict[tuple[str, str], float]] = []
     for report in reports:
-        parts += [heading(report), table_of(report, "tokens_per_s", 1, "tokens/s at T, requests at once")]
-    path.write_text(before + BEGIN + "\n" + "\n\n".join(parts) + "\n" + END + after, encoding="utf-8")
+        for temperature in [t for t, own_batch in settings_of(report) if own_batch == batch]:
+            header.append(f"{report['hardware'].split(',')[0]}, T = {temperature:g}")
+            columns.append(
+                {
+                    (series["system"], series["mode"]): series["tokens_per_s"]
+                    for series in report["series"]
+                    if (series["temperature"], series["batch"]) == (temperature, batch)
+                }
+            )
+    rows = []
+    for system, mode in sorted(
+        {key for column in columns for key in column}, key=lambda key: (list(NAMES).index(key[0]), key[1])
+    ):
+        values = [column.get((system, mode)) for column in columns]
+        cells = [
+            "" if value is None else f"**{value:.1f}**" if value == max(column.values()) else f"{value:.1f}"
+            for value, column in zip(values, columns, strict=True)
+        ]
+        rows.append([f"{NAMES[system]}, {mode}", *cells])
+    return markdown_table(header, rows)

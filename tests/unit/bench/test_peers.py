@@ -106,7 +106,7 @@ def test_markdown_names_processor_date_and_commit_and_marks_the_best():
         assert words in text
 
 
-def test_the_readme_table_replaces_the_one_between_the_markers(tmp_path):
+def test_the_readme_tables_replace_what_is_between_the_markers(tmp_path):
     path = tmp_path / "README.md"
     path.write_text(f"before\n{peers_report.BEGIN}\nold\n{peers_report.END}\nafter\n")
     peers_report.write_readme(path, [report()])
@@ -115,6 +115,17 @@ def test_the_readme_table_replaces_the_one_between_the_markers(tmp_path):
     assert text.endswith(f"{peers_report.END}\nafter\n")
     assert "| vLLM, plain | 20.0 |" in text
     assert "old" not in text
+
+
+def test_a_comparison_has_the_columns_of_all_reports_and_marks_the_best_of_each():
+    other = report()
+    other["hardware"] = "Other CPU, 4 cores"
+    other["series"] = [series | {"tokens_per_s": 50.0 - series["tokens_per_s"]} for series in other["series"]]
+    text = peers_report.comparison([report(), other])
+    assert "| tokens/s, 1 request at once | CPU, T = 0 | Other CPU, T = 0 |" in text
+    assert "| Rootward, plain | **30.0** | 20.0 |" in text
+    assert "| vLLM, plain | 20.0 | **30.0** |" in text
+    assert text.count("commit c") == 2
 
 
 def test_a_readme_without_markers_is_refused(tmp_path):
