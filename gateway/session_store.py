@@ -22,6 +22,7 @@ from rootward.ports import Lease
 RETENTION_S = 660.0  # the longest request (600 s) + 60 s
 KEPT_AFTER_END_S = 60.0
 FORGET_EVERY_S = 1.0
+MAX_POISON = 1024  # requests that a MemoryStore remembers
 
 RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
 
@@ -216,6 +217,8 @@ class MemoryStore:
     async def add_poison(self, content: str, ttl_s: float) -> None:
         """Remember the hash of a request that verifiers died of."""
         self._poison[content] = self._now() + ttl_s
+        if len(self._poison) > MAX_POISON:
+            del self._poison[next(iter(self._poison))]
 
     async def is_poison(self, content: str) -> bool:
         self._forget_expired()

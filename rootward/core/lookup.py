@@ -145,6 +145,8 @@ class Ngram:
     """
 
     def __init__(self, contexts: int = 3) -> None:
+        if contexts < 1:
+            raise ValueError(f"contexts: {contexts}; look at one context at least")
         self.contexts = contexts
         self.automaton = SuffixAutomaton()
 
@@ -190,6 +192,8 @@ class Successors:
     """Token → its last successors, newest first. May be shared by many texts of one vocabulary."""
 
     def __init__(self, width: int = WIDTH) -> None:
+        if width < 1:
+            raise ValueError(f"width: {width}; remember one successor at least")
         self.width = width
         self._rows: dict[int, list[int]] = {}
 
@@ -329,6 +333,8 @@ class Merged:
     """Several sources as one: the union of their candidates, each token with its best score. Ties: the earlier source first."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
+        if not sources:
+            raise ValueError("sources: none; give at least one")
         self.sources = tuple(sources)
 
     def extend(self, tokens: Sequence[int]) -> None:

@@ -143,6 +143,8 @@ class BestFirst(Strategy):
         for name, value in (("acceptance", self.acceptance), ("later", self.later)):
             if not 0 < value < 1:
                 raise ValueError(f"{name}: {value} is outside (0, 1)")
+        if not self.root_family or min(self.root_family) <= 0 or sum(self.root_family) > 1:
+            raise ValueError(f"root_family: {self.root_family}; give probabilities above 0 that sum to at most 1")
         for name in ("max_depth", "topk", "draws_per_level", "least_levels"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 1")
@@ -298,6 +300,8 @@ def match_probabilities(perturbed: Floats, temperature: float) -> Floats:
     perturbed float[k]: log q + g of the atoms under the shared noise g. The target takes the largest of log p + g; if
     log p − log q is noise of scale T, its choice has the law softmax((log q + g) / T).
     """
+    if not temperature > 0.0:
+        raise ValueError(f"temperature: {temperature}; give the scale of log p − log q, above 0")
     scaled = np.asarray(perturbed, dtype=np.float64) / temperature
     weight = np.exp(scaled - scaled.max())
     law: Floats = weight / weight.sum()

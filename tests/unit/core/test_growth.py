@@ -48,3 +48,5 @@ def test_coupled_growth_scores_by_match_probability(monkeypatch):
 def test_match_probabilities():
     np.testing.assert_allclose(match_probabilities(np.log([0.5, 0.25, 0.25]), 1.0), [0.5, 0.25, 0.25])
     assert match_probabilities([2.0, 1.0], 0.01)[0] == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="temperature"):
+        match_probabilities([1.0], 0.0)
