@@ -260,7 +260,7 @@ class Session:
 
     @property
     def text_kind(self) -> tuple[int, bool]:
-        """What tells its text from others whose drafts are accepted more or less often."""
+        """(temperature in tenths, whether the form of the output is given): the acceptance of drafts differs between kinds."""
         return round(10 * self.request.sampling.temperature), self.request.structure is not None
 
     @property

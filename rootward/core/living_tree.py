@@ -275,7 +275,7 @@ class LivingTree:
             if parent in rows:  # a row travels with its first child
                 self._set_row(parent, frame.base_len, *rows.pop(parent))
             self.next_id = node + 1
-            above, length = self._live(parent, frame.base_len), self._spine_length(parent, frame.base_len)
+            above, length = self._live_node(parent, frame.base_len), self._spine_length(parent, frame.base_len)
             # The drafter drops a guess when it receives a commit of other tokens.
             if above is not None and not (guess and self._ends):
                 self._attach(node, ROOT if above is self.root else parent, token, sampled, guess)
@@ -304,7 +304,7 @@ class LivingTree:
             return base_len
         return self.length if parent == self.root_id else self._spine.get(parent)
 
-    def _live(self, parent: int, base_len: int) -> Node | None:
+    def _live_node(self, parent: int, base_len: int) -> Node | None:
         """The node, if it is the root or below it."""
         length = self._spine_length(parent, base_len)
         if length is None:
@@ -312,7 +312,7 @@ class LivingTree:
         return self.root if length == self.length else None
 
     def _set_row(self, parent: int, base_len: int, ids: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
-        record = self._live(parent, base_len)
+        record = self._live_node(parent, base_len)
         if record is None:
             return
         self._check_row(parent, ids, weight)
