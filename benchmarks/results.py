@@ -140,7 +140,8 @@ def p_value(target: TabularModel, texts: Sequence[Sequence[int]], *, least_freed
     """p-value of the hypothesis that every token of the texts, from the fourth on, has the target's distribution given the text before.
 
     Given that text the next token has this law whatever came before, so the counts that follow each context of three tokens are
-    multinomial; all of them together are one chi-square statistic. ValueError: too few tokens for so many degrees of freedom.
+    multinomial; all of them together are one chi-square statistic. The rarest tokens of a context count as one cell, so that each cell
+    expects LEAST_EXPECTED or more. ValueError: too few tokens for so many degrees of freedom.
     """
     from scipy.stats import chi2
 
@@ -152,9 +153,16 @@ def p_value(target: TabularModel, texts: Sequence[Sequence[int]], *, least_freed
     freedom = 0
     for context, seen in counts.items():
         expected = target.law(context) * seen.sum()
-        if expected.min() >= LEAST_EXPECTED:
+        rising = np.argsort(expected)
+        expected, seen = expected[rising], seen[rising]
+        num_rare = max(
+            int((expected < LEAST_EXPECTED).sum()), int(np.searchsorted(expected.cumsum(), LEAST_EXPECTED)) + 1
+        )
+        if num_rare < target.vocab:
+            cells = [0, *range(num_rare, target.vocab)]
+            expected, seen = np.add.reduceat(expected, cells), np.add.reduceat(seen, cells)
             statistic += float(((seen - expected) ** 2 / expected).sum())
-            freedom += target.vocab - 1
+            freedom += len(cells) - 1
     if freedom < least_freedom:
         raise ValueError(f"texts: {freedom} degrees of freedom are fewer than {least_freedom}; give more tokens")
     return float(chi2.sf(statistic, freedom))

@@ -64,7 +64,7 @@ async def test_the_services_emit_exactly_the_target_s_law(text: str, rule: Rule)
     assert sum(one.num_spec_steps for one in stats) > 0.9 * sum(
         one.num_spec_steps + one.num_plain_steps for one in stats
     )
-    assert p_value(target, [[*prompt, *tokens] for tokens, _ in results], least_freedom=90) > ALPHA / len(PAIRS)
+    assert p_value(target, [[*prompt, *tokens] for tokens, _ in results]) > ALPHA / len(PAIRS)
     per_pass = 1 + sum(one.num_accepted_draft_tokens for one in stats) / sum(one.num_spec_steps for one in stats)
     print(f"{text:12} {rule.value:10} {per_pass:.2f} tokens a pass")
     assert per_pass > 1.15
