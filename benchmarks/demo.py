@@ -34,7 +34,6 @@ from rootward.cli.output import legend, print_delta, visible
 from rootward.cli.serve import address_of, services_running
 from rootward.client import Client, SamplingParams, Speculation
 from rootward.errors import ConfigurationError, RootwardError
-from rootward.host import available_cores
 
 START_TIMEOUT_S = 180.0
 TEMPERATURES = (0.0, 1.0)
@@ -81,7 +80,6 @@ def real_pair(file: Path) -> Pair:
         flags=(
             *("--model", folder, "--served-model-name", smollm2.NAME, "--draft-model", "none"),
             f"--verifier-flags={shlex.quote(f'--local-draft=head:{demo.smollm2_head()}')}",
-            *("--num-threads", str(available_cores())),  # the gateway hardly needs one
         ),
         prompts=tuple(demo.chats()),
         num_shown=2,

@@ -14,6 +14,8 @@ from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -25,11 +27,20 @@ from rootward.host import available_cores
 from rootward.plan.forecast import Forecast, forecasts
 from rootward.plan.measurement import LoadGenerator, Measured, measure
 from rootward.plan.report import answer, as_json, check_picture, draw, tables
+from rootward.settings import ServiceSettings
 
 LONGEST_PROMPT = 512  # tokens; of a longer text that goes without a chat template the end is read
 RTTS_MS = (0.0, 1.0, 5.0, 20.0, 50.0)
 NGRAM = "ngram"
 LEAST_SESSIONS = 16  # that services have room for
+
+
+class Threads(ServiceSettings):
+    """The setting of the services that decides how many threads a plan gives them, from the environment or the file that it names."""
+
+    model_config = SettingsConfigDict(extra="ignore")  # that file has settings of services
+
+    num_threads: int | None = Field(None, ge=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--threads",
         type=int,
-        help="CPU threads of the target (default: all cores); a drafter has half as many, as in `serve all`",
+        help="CPU threads of the target (default: ROOTWARD_NUM_THREADS, else all cores); a drafter has half as many, as in `serve all`",
     )
     add("--device", default="cpu", help="torch device (default cpu)")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="default auto")
@@ -232,6 +243,11 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def default_threads() -> int:
+    """As many as services of this environment would use. ConfigurationError if the setting is wrong."""
+    return Threads.load([]).num_threads or available_cores()
+
+
 def _check(given: argparse.Namespace) -> None:
     """Fill in threads and texts; ConfigurationError names the option that is wrong."""
     given.texts = demo.read_prompts(given.prompts) if given.prompts is not None else demo.chats()
@@ -239,7 +255,7 @@ def _check(given: argparse.Namespace) -> None:
     if given.rtt and local:
         raise ConfigurationError(f"--rtt: {given.rtt}: {local} drafts in the verifier, at no distance; leave it out")
     if given.threads is None:
-        given.threads = available_cores()
+        given.threads = default_threads()
     if given.out is not None:
         check_picture(given.out)
     for name, ok, fix in (

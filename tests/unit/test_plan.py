@@ -14,7 +14,8 @@ from benchmarks.plan_check import as_markdown, compared
 from rootward.client import Speculation
 from rootward.demo import paths, read_prompts, smollm2_head
 from rootward.errors import ConfigurationError
-from rootward.plan.__main__ import is_head, lookup_beside, main, prompts_of, service_flags
+from rootward.host import available_cores
+from rootward.plan.__main__ import default_threads, is_head, lookup_beside, main, prompts_of, service_flags
 from rootward.plan.forecast import (
     PAYS,
     Change,
@@ -242,6 +243,22 @@ def test_error_of_the_forecast_is_relative_to_the_measurement() -> None:
 def test_wrong_options_are_refused_by_name(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(paths().target), "ngram", *flags]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_plan_uses_as_many_threads_as_services_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("ROOTWARD_NUM_THREADS", raising=False)
+    assert default_threads() == available_cores()
+    file = tmp_path / "services.yaml"
+    file.write_text("model: demo\nnum-threads: 7\n")
+    monkeypatch.setenv("ROOTWARD_CONFIG", str(file))
+    assert default_threads() == 7
+    monkeypatch.setenv("ROOTWARD_NUM_THREADS", "3")
+    assert default_threads() == 3
+    monkeypatch.setenv("ROOTWARD_NUM_THREADS", "0")
+    assert main([str(paths().target), "ngram"]) == 2
+    assert "num_threads: '0' is not valid" in capsys.readouterr().err
 
 
 def test_a_distance_to_a_draft_head_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMON_FIELDS = {"check", "target", "environment", "device", "dtype", "smoke", "attention", "cuda_graphs", "parameters"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 TIMES = {"ms", "ms_low", "ms_high"}
 WITHOUT_RPC = """
 import sys
@@ -54,7 +55,12 @@ def columns_of(report: dict, *names: str) -> list[tuple]:
 def test_plain_decoding_runs_and_nothing_imports_the_rpc_layer(tmp_path):
     out = tmp_path / "plain.json"
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_RPC, str(out)], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", WITHOUT_RPC, str(out)],
+        cwd=ROOT,
+        env=os.environ | ONE_THREAD,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     from benchmarks.gpu.plain_decoding import COLUMNS
@@ -110,7 +116,7 @@ def test_attention_is_correct_in_the_triton_interpreter():
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu.attention", "--smoke"],
         cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
+        env=os.environ | ONE_THREAD | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         timeout=300,
