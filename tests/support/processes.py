@@ -11,8 +11,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from functools import cache
 from types import TracebackType
 from typing import IO, Self
+
+from support.fork_server import Forked, ForkServer, others
 
 START_S = 240.0
 STOP_S = 20.0
@@ -25,6 +28,22 @@ def free_port() -> int:
 
 
 RUNNING: set[Service] = set()  # whose logs a failing test shows
+_starting = threading.Lock()
+
+
+@cache
+def _fork_server() -> ForkServer:
+    return ForkServer()
+
+
+def started(command: list[str], stderr: IO[str]) -> subprocess.Popen[str] | Forked:
+    """Runs the command of an interpreter, with its output in a pipe. It is a fork of a process that has loaded packages of others; where
+    these might read other variables of the environment than they did, a process of its own."""
+    if sys.platform == "linux":
+        with _starting:
+            if (server := _fork_server()).environment == others():
+                return server.start(command, stderr)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
 class Service:
@@ -33,12 +52,12 @@ class Service:
     def __init__(self, module: str, *flags: str) -> None:
         self.command = [sys.executable, "-m", module, *flags]
         self.log: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed in stop()
-        self.process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[str] | Forked | None = None
         self.address = self.http = ""
 
-    def spawn(self) -> subprocess.Popen[str]:
+    def spawn(self) -> subprocess.Popen[str] | Forked:
         """Not waited for: a service that prints no line."""
-        self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=self.log, text=True)
+        self.process = started(self.command, self.log)
         RUNNING.add(self)
         return self.process
 
