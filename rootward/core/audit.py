@@ -69,14 +69,14 @@ class Draws:
 
 def joined(parts: list[Draws]) -> Draws:
     """Several observations as one, padded to the widest; at least one."""
-    width = max(part.ids.shape[1] for part in parts)
-
-    def padded(name: str, value: int) -> np.ndarray:
-        arrays = (getattr(part, name) for part in parts)
-        return np.concatenate([np.pad(a, ((0, 0), (0, width - a.shape[1])), constant_values=value) for a in arrays])
-
-    column = np.concatenate([part.column for part in parts])
-    return Draws(padded("ids", -1), padded("q", 0), padded("offered", 0), column)
+    shape = sum(map(len, parts)), max(part.ids.shape[1] for part in parts)
+    found = Draws(np.full(shape, -1), np.zeros(shape), np.zeros(shape), np.concatenate([part.column for part in parts]))
+    begin = 0
+    for part in parts:
+        where = slice(begin, begin + len(part)), slice(part.ids.shape[1])
+        found.ids[where], found.q[where], found.offered[where] = part.ids, part.q, part.offered
+        begin += len(part)
+    return found
 
 
 def factors(draws: Draws, favour: Floats) -> Floats:
