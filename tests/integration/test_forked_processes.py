@@ -76,7 +76,8 @@ def test_it_ends_as_an_interpreter_of_its_own(ending: str, tmp_path: Path) -> No
 
 def test_it_is_waited_for_and_told_as_a_child(tmp_path: Path) -> None:
     file = tmp_path / "waiting.py"
-    file.write_text("import time\nprint('ready', flush=True)\ntime.sleep(600)\n")
+    heeds = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # also where the tests run in the background of a shell
+    file.write_text(f"import signal, time\n{heeds}\nprint('ready', flush=True)\ntime.sleep(600)\n")
     with tempfile.TemporaryFile("w+") as log:
         processes = [started([sys.executable, str(file)], log) for _ in range(3)]
         assert [line_of(process.stdout) for process in processes] == ["ready\n"] * 3

@@ -47,6 +47,7 @@ PRELOADED = (
 )
 OF_SERVICES = {"GOMP_SPINCOUNT": "20000", "THP_MEM_ALLOC_ENABLE": "1"}  # what they set before they load torch
 LARGEST = 1 << 20  # bytes of a message: arguments and environment
+SIGINT_AT_START = signal.getsignal(signal.SIGINT)  # ignored where the tests run in the background of a shell
 
 
 class Forked:
@@ -175,7 +176,7 @@ def as_started(argv: list[str], environment: dict[str, str], folder: str) -> lis
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, SIGINT_AT_START)
     return argv
 
 
