@@ -1,4 +1,4 @@
-"""A process of the fork server ends, prints and sees as one with an interpreter of its own."""
+"""A process of the fork server behaves like a new interpreter."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def ended(command: list[str]) -> tuple[int, str, str, bool]:
         return code, out, log.read(), isinstance(process, Forked)
 
 
-def alone(command: list[str]) -> tuple[int, str, str]:
+def new_interpreter(command: list[str]) -> tuple[int, str, str]:
     variables = dict(os.environ)  # without those that libraries have added below Python
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("is_module", [True, False])
-def test_it_sees_what_an_interpreter_of_its_own_sees(
+def test_arguments_environment_and_handlers_equal_those_of_a_new_interpreter(
     is_module: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "seen.py").write_text(SEEN)
@@ -56,28 +56,28 @@ def test_it_sees_what_an_interpreter_of_its_own_sees(
     code, out, log, forked = ended(command)
     assert forked
     assert (code, log) == (0, "")
-    assert json.loads(out) == json.loads(alone(command)[1])
+    assert json.loads(out) == json.loads(new_interpreter(command)[1])
 
 
 @pytest.mark.parametrize(
     "ending", ["sys.exit(3)", "sys.exit('a reason')", "1 / 0", "os.kill(os.getpid(), 9)", "os.abort()"]
 )
-def test_it_ends_as_an_interpreter_of_its_own(ending: str, tmp_path: Path) -> None:
+def test_exit_code_output_and_error_equal_those_of_a_new_interpreter(ending: str, tmp_path: Path) -> None:
     """An error is the last line of its log, and what ends with the interpreter is done."""
     file = tmp_path / "ending.py"
     file.write_text(f"import atexit, os, sys\natexit.register(print, 'the end', flush=True)\n{ending}\n")
     command = [sys.executable, str(file)]
     code, out, log, forked = ended(command)
-    expected = alone(command)
+    expected = new_interpreter(command)
     assert forked
     assert (code, out) == expected[:2]
     assert log.splitlines()[-1:] == expected[2].splitlines()[-1:]
 
 
-def test_it_is_waited_for_and_told_as_a_child(tmp_path: Path) -> None:
+def test_waiting_for_it_and_signals_work_as_for_a_child(tmp_path: Path) -> None:
     file = tmp_path / "waiting.py"
-    heeds = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # also where the tests run in the background of a shell
-    file.write_text(f"import signal, time\n{heeds}\nprint('ready', flush=True)\ntime.sleep(600)\n")
+    default_handler = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # also where the tests run in the background of a shell
+    file.write_text(f"import signal, time\n{default_handler}\nprint('ready', flush=True)\ntime.sleep(600)\n")
     with tempfile.TemporaryFile("w+") as log:
         processes = [started([sys.executable, str(file)], log) for _ in range(3)]
         assert [line_of(process.stdout) for process in processes] == ["ready\n"] * 3
@@ -92,7 +92,7 @@ def test_it_is_waited_for_and_told_as_a_child(tmp_path: Path) -> None:
         first.terminate()
         assert [process.wait(60) for process in processes] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT]
         assert [process.poll() for process in processes] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT]
-        first.terminate()  # nothing is told to one that has ended
+        first.terminate()  # no signal is sent to a process that has ended
 
 
 def line_of(output: IO[str] | None) -> str:
@@ -101,7 +101,7 @@ def line_of(output: IO[str] | None) -> str:
         return output.readline()
 
 
-def test_other_variables_of_the_environment_need_an_interpreter_of_its_own(
+def test_another_environment_of_third_party_packages_needs_a_new_interpreter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "nothing.py").touch()

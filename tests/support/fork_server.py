@@ -2,9 +2,9 @@
 time of a start.
 
 The process runs this file, `python fork_server.py DESCRIPTOR` of a socket, and ends when the other end of that is closed. It imports
-packages of others only: ours load kernels as they are imported, and a process in which OpenMP has begun cannot be forked. Threads of
-OpenBLAS, which numpy and scipy begin, end before a fork and begin again when they are needed. `ForkServer` and `Forked` are for the
-process that starts services.
+third-party packages only: those of this repository load kernels as they are imported, and a process in which OpenMP has begun cannot be
+forked. Threads of OpenBLAS, which numpy and scipy begin, end before a fork and begin again when they are needed. `ForkServer` and `Forked`
+are for the process that starts services.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ PRELOADED = (
     "uvicorn.protocols.http.auto",
     "uvloop",
 )
-OF_SERVICES = {"GOMP_SPINCOUNT": "20000", "THP_MEM_ALLOC_ENABLE": "1"}  # what they set before they load torch
-LARGEST = 1 << 20  # bytes of a message: arguments and environment
+SET_BY_SERVICES = {
+    "GOMP_SPINCOUNT": "20000",
+    "THP_MEM_ALLOC_ENABLE": "1",
+}  # variables that services set before they load torch
+MAX_MESSAGE = 1 << 20  # bytes of a message: arguments and environment
 SIGINT_AT_START = signal.getsignal(signal.SIGINT)  # ignored where the tests run in the background of a shell
 
 
@@ -98,11 +101,11 @@ class ForkServer:
     """Its process has the environment of this one, and loads what is needed meanwhile."""
 
     def __init__(self) -> None:
-        self.environment = others()
+        self.environment = third_party_environment()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno())]
-            environment = OF_SERVICES | os.environ
+            environment = SET_BY_SERVICES | os.environ
             self._process = subprocess.Popen(
                 command, env=environment, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
             )
@@ -120,18 +123,18 @@ class ForkServer:
         return Forked(command, open(read_output), open(read_status, "rb", buffering=0))
 
 
-def others() -> dict[str, str]:
-    """Variables that packages of others may read as they are imported."""
+def third_party_environment() -> dict[str, str]:
+    """Variables that third-party packages may read as they are imported."""
     return {
         name: value
         for name, value in os.environ.items()
-        if name not in ("PYTEST_CURRENT_TEST", *OF_SERVICES) and not name.startswith("ROOTWARD_")
+        if name not in ("PYTEST_CURRENT_TEST", *SET_BY_SERVICES) and not name.startswith("ROOTWARD_")
     }
 
 
-def service_of_fork(requests: socket.socket) -> list[str]:
-    """Forks for every request, and returns in the fork, with what `run` takes. Returns nothing in the server once the other end is
-    closed."""
+def serve_forks(requests: socket.socket) -> list[str]:
+    """Forks for every request, and returns in the fork, with the arguments of `run`. Returns an empty list in the server once the other
+    end of the socket is closed."""
     running: dict[int, tuple[int, int]] = {}  # by the descriptor of a process: its id, and where to report its end
     with requests, selectors.DefaultSelector() as ready:
         ready.register(requests, selectors.EVENT_READ)
@@ -140,10 +143,10 @@ def service_of_fork(requests: socket.socket) -> list[str]:
                 if key.fd in running:
                     ready.unregister(key.fd)
                     pid, status = running.pop(key.fd)
-                    tell(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-                    closed(key.fd, status)
+                    report(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                    close_all(key.fd, status)
                     continue
-                message, descriptors, _, _ = socket.recv_fds(requests, LARGEST, 3)
+                message, descriptors, _, _ = socket.recv_fds(requests, MAX_MESSAGE, 3)
                 if not message:
                     return []
                 *outputs, status = descriptors
@@ -151,27 +154,27 @@ def service_of_fork(requests: socket.socket) -> list[str]:
                 if not pid:
                     for number, output in enumerate(outputs, 1):
                         os.dup2(output, number)
-                    closed(*outputs, status, *running, *(other for _, other in running.values()))
-                    return as_started(**json.loads(message))
+                    close_all(*outputs, status, *running, *(other for _, other in running.values()))
+                    return apply_start(**json.loads(message))
                 assert len(os.listdir("/proc/self/task")) == 1, "forks would miss threads that do not end before them"
-                closed(*outputs)
-                tell(status, pid)
+                close_all(*outputs)
+                report(status, pid)
                 end = os.pidfd_open(pid)
                 running[end] = pid, status
                 ready.register(end, selectors.EVENT_READ)
 
 
-def closed(*descriptors: int) -> None:
+def close_all(*descriptors: int) -> None:
     for one in descriptors:
         os.close(one)
 
 
-def tell(status: int, number: int) -> None:
-    with suppress(BrokenPipeError):  # nobody waits for it any more
+def report(status: int, number: int) -> None:
+    with suppress(BrokenPipeError):  # the test no longer waits for it
         os.write(status, b"%d\n" % number)
 
 
-def as_started(argv: list[str], environment: dict[str, str], folder: str) -> list[str]:
+def apply_start(argv: list[str], environment: dict[str, str], folder: str) -> list[str]:
     """Give this process what an interpreter in this folder would have started with; returns the arguments."""
     os.environ.clear()
     os.environ.update(environment)
@@ -196,7 +199,7 @@ def main() -> None:
     for name in PRELOADED:
         import_module(name)
     gc.freeze()
-    if argv := service_of_fork(socket.socket(fileno=int(sys.argv[1]))):
+    if argv := serve_forks(socket.socket(fileno=int(sys.argv[1]))):
         run(argv)
 
 

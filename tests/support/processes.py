@@ -15,7 +15,7 @@ from functools import cache
 from types import TracebackType
 from typing import IO, Self
 
-from support.fork_server import Forked, ForkServer, others
+from support.fork_server import Forked, ForkServer, third_party_environment
 
 START_S = 240.0
 STOP_S = 20.0
@@ -37,11 +37,11 @@ def _fork_server() -> ForkServer:
 
 
 def started(command: list[str], stderr: IO[str]) -> subprocess.Popen[str] | Forked:
-    """Runs the command of an interpreter, with its output in a pipe. It is a fork of a process that has loaded packages of others; where
-    these might read other variables of the environment than they did, a process of its own."""
+    """Runs the command of an interpreter, with its output in a pipe. It is a fork of a process that has loaded third-party packages; where
+    these might read other variables of the environment than they did, a new interpreter."""
     if sys.platform == "linux":
         with _starting:
-            if (server := _fork_server()).environment == others():
+            if (server := _fork_server()).environment == third_party_environment():
                 return server.start(command, stderr)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
