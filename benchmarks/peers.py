@@ -4,9 +4,9 @@
     python -m benchmarks.peers --show RESULT.json --readme README.md
 
 Every engine continues the same prompts by the same number of tokens, plainly and with its own speculation. Each repetition runs all
-engines one after another, in a rotated order, while the others stand still: a machine whose speed changes slows all of them alike. Rootward
-runs as services (verifier, gateway, and a drafter with `--draft`); transformers has no server and runs in a process of its own. An engine
-that is not installed is reported with the command that installs it.
+engines one after another, in a rotated order, while the others stand still: a machine whose speed changes slows all of them alike.
+`--busy` processes that compute all the time run beside them. Rootward runs as services (verifier, gateway, and a drafter with `--draft`);
+transformers has no server and runs in a process of its own. An engine that is not installed is reported with the command that installs it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import psutil
 
 from benchmarks.peers_report import as_markdown, print_tables, write_readme
 from benchmarks.results import command, described, save
-from benchmarks.services import free_port, service
+from benchmarks.services import busy_process, free_port, service
 from rootward.demo import read_prompts
 from rootward.errors import ConfigurationError
 from rootward.host import threads_of_drafters
@@ -377,6 +377,8 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
             if (limit := engines[key].max_batch) is None or len(job.prompts) <= limit
         ]
         bar.update(task, total=len(runs))
+        for _ in range(given.busy):
+            stack.enter_context(busy_process())
         for job, (system, mode) in runs:
             batch = len(job.prompts)
             bar.update(task, description=f"{system}, {mode}, T = {job.temperature:g}, batch {batch}")
@@ -394,7 +396,7 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
         "draft": Path(given.draft).name if given.draft else None,
         **{
             name: getattr(given, name)
-            for name in ("dtype", "device", "threads", "max_tokens", "repeats", "assistant_tokens")
+            for name in ("dtype", "device", "threads", "max_tokens", "repeats", "assistant_tokens", "busy")
         },
         "verifier_flags": " ".join(given.verifier_flags),
         "missing": missing,
@@ -479,6 +481,7 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     add("--device", default="cpu")
     add("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads of every engine (default: all cores)")
+    add("--busy", type=int, default=0, help="processes beside them that compute all the time (default 0)")
     add("--prompts", type=Path, help="JSON lines with `text`, or plain lines (default: built-in questions)")
     add("--verifier-flags", nargs=argparse.REMAINDER, default=[], help="further flags of Rootward's verifier; last")
     add("--out", type=Path, help="JSON result; the tables are written beside it as Markdown")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import subprocess
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.request import urlopen
@@ -59,6 +60,16 @@ async def _address(process: asyncio.subprocess.Process, command: Sequence[str]) 
     raise ConfigurationError(
         f"{' '.join(command[1:3])}: did not start, exit code {await process.wait()}; run it by hand to see why"
     )
+
+
+@contextmanager
+def busy_process() -> Iterator[None]:
+    """A process that takes all it can get of a core."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def free_port() -> int:

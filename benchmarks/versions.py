@@ -5,7 +5,8 @@
 
 Verifier and gateway of both run at the same time, and each request goes to one and then to the other; which is first changes by turns. A
 machine whose speed changes from minute to minute (docs/log.md, lesson 6) changes both alike, so the ratio of each pair counts: its median,
-and the number of pairs in which this checkout is faster. Times are those between tokens, over HTTP, of one session at a time.
+and the number of pairs in which this checkout is faster. Times are those between tokens, over HTTP, of one session at a time, alone on the
+machine or beside `--busy` processes that compute all the time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.peers import HttpEngine, Job, completes, prompts_of
 from benchmarks.results import command, cpu_model, save
-from benchmarks.services import address_of, free_port
+from benchmarks.services import address_of, busy_process, free_port
 from rootward.core.requests import SpeculationMode
 
 PLAIN, AUTO, TREES = "plain", "auto", "trees"
@@ -64,6 +65,8 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     """By mode and temperature: milliseconds a token of each pair, this checkout's first."""
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serving(one, given)) for one in (HERE, given.other)]
+        for _ in range(given.busy):
+            stack.enter_context(busy_process())
         series = [(mode, temperature) for temperature in given.temperatures for mode in given.modes]
         found: dict[tuple[str, float], list[list[float]]] = {key: [] for key in series}
         prompts = prompts_of(given, given.pairs + 1)  # the first is a warm-up
@@ -99,7 +102,7 @@ def main(argv: Sequence[str]) -> None:
     series = asyncio.run(measure(given))
     Console().print(table_of(series))
     if given.out is not None:
-        names = ("threads", "max_tokens", "nodes")
+        names = ("threads", "max_tokens", "nodes", "busy")
         head = given.head.name if given.head is not None else None
         settings = {name: getattr(given, name) for name in names} | {"model": given.model.name, "head": head}
         save(given.out, {**settings, "series": series})
@@ -117,6 +120,7 @@ def parser() -> argparse.ArgumentParser:
     add("--pairs", type=int, default=16, help="measured pairs of requests, after one warm-up (default 16)")
     add("--max-tokens", type=int, default=64, help="tokens of every answer (default 64)")
     add("--threads", type=int, default=2, help="CPU threads of the target (default 2)")
+    add("--busy", type=int, default=0, help="processes beside them that compute all the time (default 0)")
     add("--prompts", type=Path, help="JSON lines with `text`, or plain lines (default: built-in questions)")
     add("--out", type=Path, help="JSON result")
     return found

@@ -27,7 +27,7 @@ from rootward.addresses import split_host_port
 from rootward.client import AsyncClient
 from rootward.demo import paths, smollm2, smollm2_head
 from rootward.errors import APIError, ConfigurationError
-from rootward.host import available_cores, environment_with, threads_of_drafters
+from rootward.host import available_cores, threads_of_drafters
 from rootward.telemetry import configure_logging
 from rootward.wire.process import announce, run_service
 
@@ -39,8 +39,6 @@ MAX_FAILED_STARTS = 5  # in a row before the deployment fails
 KILL_AFTER_S = 5.0  # after the shutdown timeout
 DRAFTERS_WAIT_S = 20.0  # for the verifier to find its drafters, without which it can serve
 ASK_TIMEOUT_S = 2.0
-# Threads of a drafter that wait for work must not spin on the cores of the target.
-PASSIVE_WAITING = {"OMP_WAIT_POLICY": "passive"}
 
 
 def redis_binary() -> str:
@@ -71,8 +69,7 @@ def address_in(line: str) -> str:
 class Child:
     """A process that `run` keeps alive until `stop`. `ready` is set while it serves.
 
-    read_address: takes a line of its output, returns its address once it serves, else "". environment: variables that are set unless this
-    process has them.
+    read_address: takes a line of its output, returns its address once it serves, else "".
     """
 
     def __init__(
@@ -82,12 +79,10 @@ class Child:
         *,
         read_address: Callable[[str], str] = address_in,
         log_to: int | None = None,
-        environment: Mapping[str, str] | None = None,
     ):
         self.role, self.address = role, ""
         self.ready = asyncio.Event()
         self._command, self._read_address, self._log_to = list(command), read_address, log_to
-        self._environment = environment_with(environment or {})
         self._process: Process | None = None
         self._stopping = False
 
@@ -117,7 +112,6 @@ class Child:
             *self._command,
             stdout=PIPE,
             stderr=self._log_to,
-            env=self._environment,
             start_new_session=True,  # Ctrl-C in a terminal reaches only this process, which stops the others in order
         )
         assert process.stdout is not None
@@ -281,17 +275,15 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
     if settings.redis_url != "none":
         of_gateway["--redis-url"] = settings.redis_url or f"redis://{redis}/0"
 
-    def service(
-        module: str, flags: Mapping[str, object], more: str, environment: Mapping[str, str] | None = None
-    ) -> Child:
+    def service(module: str, flags: Mapping[str, object], more: str) -> Child:
         command = [sys.executable, "-m", module, *(str(part) for pair in flags.items() for part in pair)]
         command += ["--log-level", settings.log_level, *(["--log-json"] if settings.log_json else [])]
         role = module.removesuffix("_service")
-        return Child(role, [*command, *shlex.split(more)], log_to=log_to, environment=environment)
+        return Child(role, [*command, *shlex.split(more)], log_to=log_to)
 
     def drafter(address: str) -> Child:
         flags = {**of_drafters, "--listen": address}
-        return service("drafter_service", flags, settings.drafter_flags, {} if is_head else PASSIVE_WAITING)
+        return service("drafter_service", flags, settings.drafter_flags)
 
     def redis_address(line: str) -> str:
         return redis if "Ready to accept connections" in line else ""

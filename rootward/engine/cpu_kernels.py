@@ -21,6 +21,8 @@ from contextlib import suppress
 from enum import Enum
 from functools import cache
 from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,19 +82,31 @@ sources = b"".join(
 )
 numba.config.CACHE_DIR = numba.config.CACHE_DIR or str(folder_of_kernels(blake2b(sources, digest_size=8).hexdigest()))
 ANY_ORDER = {"contract", "reassoc", "nsz"}  # sums may be split among lanes: the same way for every row
-try:  # of numba's threading layers, "workqueue" takes 0.1 ms to start and ends the process if two of its threads use it
-    # torch's own OpenMP: idle threads of a second one would spin on the cores that the first needs
+
+
+def _load_threads() -> bool:
+    """Make numba use oneTBB or, where that is not installed, OpenMP; False if it has neither.
+
+    With oneTBB the caller of a kernel does the work of threads that get no core, so that a busy process beside this one takes its share of
+    the cores and no more. OpenMP waits for every thread (benchmarks/results/2026-11-27-busy-machine). numba's third way, "workqueue", takes
+    0.1 ms to start and ends the process if two of its threads use it.
+    """
+    # numba uses libraries that are loaded: oneTBB of its wheel, and torch's OpenMP, since a second one would have threads of its own
+    with suppress(PackageNotFoundError):
+        for file in files("tbb") or ():
+            if file.name == "libtbb.so.12":
+                ctypes.CDLL(str(file.locate()), mode=ctypes.RTLD_GLOBAL)
     for library in Path(torch.__file__).parent.glob("lib/libgomp*.so*"):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    import numba.np.ufunc.omppool
+    if numba.config.THREADING_LAYER == "default":  # NUMBA_THREADING_LAYER is not set
+        numba.config.THREADING_LAYER = "threadsafe"
+    return bool(find_spec("numba.np.ufunc.tbbpool") or find_spec("numba.np.ufunc.omppool"))
 
-    HAS_OPENMP = True
-    numba.config.THREADING_LAYER = "omp"
-except ImportError:
-    HAS_OPENMP = False
+
+HAS_THREADS = _load_threads()
 calling_thread = threading.local()
 kernel = numba.njit(nogil=True, cache=True, fastmath=ANY_ORDER, error_model="numpy")
-parallel_kernel = numba.njit(nogil=True, cache=True, fastmath=ANY_ORDER, error_model="numpy", parallel=HAS_OPENMP)
+parallel_kernel = numba.njit(nogil=True, cache=True, fastmath=ANY_ORDER, error_model="numpy", parallel=HAS_THREADS)
 # A function that kernels call. It is inlined: otherwise the process that compiles a kernel would call the function as compiled alone, and
 # processes that load the kernel from the cache as compiled with the kernel, where its sums may have another order.
 part = numba.njit(nogil=True, fastmath=ANY_ORDER, error_model="numpy", forceinline=True)

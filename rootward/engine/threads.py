@@ -1,9 +1,8 @@
 """CPU threads of this process's model.
 
-OpenMP keeps a team of threads for every thread that has computed anything, as long as that thread lives. With more of them than
-processors, threads sleep between kernels instead of spinning until the next one: a step of 300 M parameters on two threads takes
-95 ms instead of 75, and one of six rows 108 instead of 77 (docs/log.md). So all computation with several threads is called from the same
-thread, or from one that ends with the call.
+torch's OpenMP keeps a team of threads for every thread that has computed anything, as long as that thread lives, and with more of them
+than processors each waits longer for the others (docs/log.md). So all computation with several threads is called from the same thread, or
+from one that ends with the call.
 """
 
 from __future__ import annotations

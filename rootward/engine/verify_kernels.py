@@ -82,7 +82,7 @@ def likeliest(logits: Any, table: Any, tokens: Any, packed: Any) -> None:
             packed[t, j] = number
 
 
-@numba.njit([(F32_2, F32_2, F1), (F2, F2, F1)], parallel=cpu_kernels.HAS_OPENMP, **exact)
+@numba.njit([(F32_2, F32_2, F1), (F2, F2, F1)], parallel=cpu_kernels.HAS_THREADS, **exact)
 def cut_tail(scores: Any, probs: Any, share: Any) -> None:
     """scores[T, V] = -inf for each token whose likelier ones, and equally likely ones of smaller id, have at least the mass share[T].
 

@@ -46,7 +46,7 @@ PRELOADED = (
     "uvloop",
 )
 SET_BY_SERVICES = {
-    "GOMP_SPINCOUNT": "20000",
+    "OMP_WAIT_POLICY": "passive",
     "THP_MEM_ALLOC_ENABLE": "1",
 }  # variables that services set before they load torch
 MAX_MESSAGE = 1 << 20  # bytes of a message: arguments and environment

@@ -8,17 +8,12 @@ from rootward import host
 
 
 @pytest.mark.parametrize(
-    ("given", "spin_count"),
-    [
-        ({}, "20000"),
-        ({"GOMP_SPINCOUNT": "7"}, "7"),
-        ({"OMP_WAIT_POLICY": "passive"}, None),  # drafters of `serve all`: a spin count would overrule it
-        ({"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "7"}, "7"),
-    ],
+    ("given", "policy"),
+    [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active"), ({"GOMP_SPINCOUNT": "7"}, None)],
 )
-def test_spinning_is_shortened_unless_the_environment_decides(
-    given: dict[str, str], spin_count: str | None, monkeypatch: pytest.MonkeyPatch
+def test_idle_threads_sleep_unless_the_environment_decides(
+    given: dict[str, str], policy: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host.os, "environ", given)
-    host.shorten_spinning()
-    assert given.get("GOMP_SPINCOUNT") == spin_count
+    host.let_idle_threads_sleep()
+    assert given.get("OMP_WAIT_POLICY") == policy

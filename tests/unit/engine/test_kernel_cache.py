@@ -1,4 +1,5 @@
-"""Kernels have the same bits in the process that compiled them and in those that load them from the cache; torch keeps its threads.
+"""Kernels have the same bits in the process that compiled them and in those that load them from the cache, with threads of oneTBB and of
+OpenMP; torch keeps its threads.
 
 A part that is not inlined is compiled twice: alone, and with the kernel that calls it. The process that compiles calls the first, one that
 loads the kernel has the second only; where sums may be split among lanes the two differ. Then a verifier that started first gives other
@@ -103,13 +104,39 @@ def test_a_compiled_kernel_and_a_cached_one_have_the_same_bits(tmp_path: Path) -
 
 
 def test_a_compiled_network_and_a_cached_one_have_the_same_bits(tmp_path: Path) -> None:
-    compiled, cached = (output_of(NETWORK, tmp_path) for _ in range(2))
-    assert compiled == cached
+    compiled, cached, by_openmp = (output_of(NETWORK, tmp_path, layer) for layer in ("default", "default", "omp"))
+    assert compiled == cached == by_openmp
 
 
-def output_of(program: str, cache: Path) -> str:
-    """Of a process with this folder for kernels."""
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+WHEELS = "x86-64 Linux is what the wheel of oneTBB is for"
+FIRST_KERNEL = """
+from rootward.engine import cpu_kernels
+import numba
+cpu_kernels.follow_torch_threads()
+print(numba.threading_layer())
+"""
+
+
+@pytest.mark.skipif((platform.system(), platform.machine()) != ("Linux", "x86_64"), reason=WHEELS)
+def test_kernels_use_the_threads_of_onetbb_where_its_wheel_is_installed(tmp_path: Path) -> None:
+    assert output_of(FIRST_KERNEL, tmp_path).split() == ["tbb"]
+
+
+def test_kernels_use_openmp_without_onetbb(tmp_path: Path) -> None:
+    missing = """
+import ctypes, importlib.metadata as metadata
+def files(name): raise metadata.PackageNotFoundError(name)
+def load(name, *args, by=ctypes.CDLL.__init__, **kwargs):
+    if "tbb" in str(args): raise OSError("no such library")
+    by(name, *args, **kwargs)
+metadata.files, ctypes.CDLL.__init__ = files, load
+"""
+    assert output_of(missing + FIRST_KERNEL, tmp_path).split() == ["omp"]
+
+
+def output_of(program: str, cache: Path, threading_layer: str = "default") -> str:
+    """Of a process with this folder for kernels, and numba's threads of this kind."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "NUMBA_THREADING_LAYER": threading_layer}
     command = [sys.executable, "-c", program]
     return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=600).stdout
 

@@ -61,23 +61,13 @@ def test_the_target_has_all_threads_and_drafters_share_half_as_many(threads: int
     assert [one.num_threads for one in found] == [of_each] * drafters
 
 
-def test_drafters_that_wait_leave_the_cores_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    deployment = _deployment(LocalSettings.load(["--redis-url", "none", "--model", "demo"]), "/tmp", None)
-    (drafter,) = deployment.drafters
-    assert drafter._environment["OMP_WAIT_POLICY"] == "passive"
-    assert "OMP_WAIT_POLICY" not in deployment.verifier._environment
-
-
-def test_drafters_of_heads_share_all_threads_and_may_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafters_of_heads_share_all_threads() -> None:
     """They work only while the target waits."""
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     flags = ["--redis-url", "none", "--model", "owner/name", "--draft-model", "head:/heads/one", "--num-threads", "4"]
     deployment = _deployment(LocalSettings.load([*flags, "--num-drafters", "2"]), "/tmp", None)
     for drafter in deployment.drafters:
         command = drafter._command
         assert command[command.index("--num-threads") + 1] == "2"
-        assert "OMP_WAIT_POLICY" not in drafter._environment
 
 
 def test_drafters_without_a_model_are_refused() -> None:
