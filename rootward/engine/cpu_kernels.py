@@ -92,7 +92,7 @@ def _load_threads() -> bool:
     0.1 ms to start and ends the process if two of its threads use it.
     """
     # numba uses libraries that are loaded: oneTBB of its wheel, and torch's OpenMP, since a second one would have threads of its own
-    with suppress(PackageNotFoundError):
+    with suppress(PackageNotFoundError, OSError):
         for file in files("tbb") or ():
             if file.name == "libtbb.so.12":
                 ctypes.CDLL(str(file.locate()), mode=ctypes.RTLD_GLOBAL)
