@@ -121,16 +121,23 @@ def test_kernels_use_the_threads_of_onetbb_where_its_wheel_is_installed(tmp_path
     assert output_of(FIRST_KERNEL, tmp_path).split() == ["tbb"]
 
 
-def test_kernels_use_openmp_without_onetbb(tmp_path: Path) -> None:
-    missing = """
-import ctypes, importlib.metadata as metadata
+NOT_INSTALLED = """
+import importlib.metadata as metadata
 def files(name): raise metadata.PackageNotFoundError(name)
-def load(name, *args, by=ctypes.CDLL.__init__, **kwargs):
-    if "tbb" in str(args): raise OSError("no such library")
-    by(name, *args, **kwargs)
-metadata.files, ctypes.CDLL.__init__ = files, load
+metadata.files = files
 """
-    assert output_of(missing + FIRST_KERNEL, tmp_path).split() == ["omp"]
+NOT_LOADABLE = """
+import ctypes
+def load(library, *args, by=ctypes.CDLL.__init__, **kwargs):
+    if "tbb" in str(args): raise OSError("cannot open shared object file")
+    by(library, *args, **kwargs)
+ctypes.CDLL.__init__ = load
+"""
+
+
+@pytest.mark.parametrize("broken", [NOT_LOADABLE, NOT_INSTALLED + NOT_LOADABLE], ids=["not loadable", "not installed"])
+def test_kernels_use_openmp_without_onetbb(broken: str, tmp_path: Path) -> None:
+    assert output_of(broken + FIRST_KERNEL, tmp_path).split() == ["omp"]
 
 
 def output_of(program: str, cache: Path, threading_layer: str = "default") -> str:
