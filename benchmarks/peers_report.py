@@ -64,7 +64,7 @@ def heading(report: dict[str, Any]) -> str:
     speculation = f"draft model {report['draft']}" if report["draft"] else "n-gram speculation"
     if flags := report.get("verifier_flags"):
         speculation += f" (Rootward: `{flags}`)"
-    beside = f" beside {report['busy']} busy processes" if report.get("busy") else ""
+    beside = f", busy processes beside it: {report['busy']}" if report.get("busy") else ""
     return (
         f"{report['model']}, {report['dtype']}, {speculation}, {report['max_tokens']} tokens per answer, "
         f"medians of {report['repeats']} interleaved runs. "

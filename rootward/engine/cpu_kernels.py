@@ -21,8 +21,8 @@ from contextlib import suppress
 from enum import Enum
 from functools import cache
 from hashlib import blake2b
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,11 +84,11 @@ numba.config.CACHE_DIR = numba.config.CACHE_DIR or str(folder_of_kernels(blake2b
 ANY_ORDER = {"contract", "reassoc", "nsz"}  # sums may be split among lanes: the same way for every row
 
 
-def _load_threads() -> bool:
-    """Make numba use oneTBB or, where that is not installed, OpenMP; False if it has neither.
+def _choose_threading_layer() -> bool:
+    """Make numba use oneTBB or, where that cannot be loaded, OpenMP. False: it has neither, and kernels use one thread.
 
     With oneTBB the caller of a kernel does the work of threads that get no core, so that a busy process beside this one takes its share of
-    the cores and no more. OpenMP waits for every thread (benchmarks/results/2026-11-27-busy-machine). numba's third way, "workqueue", takes
+    the cores and no more. OpenMP waits for every thread (benchmarks/results/2026-11-27-busy-machine). The third layer, "workqueue", takes
     0.1 ms to start and ends the process if two of its threads use it.
     """
     # numba uses libraries that are loaded: oneTBB of its wheel, and torch's OpenMP, since a second one would have threads of its own
@@ -98,12 +98,16 @@ def _load_threads() -> bool:
                 ctypes.CDLL(str(file.locate()), mode=ctypes.RTLD_GLOBAL)
     for library in Path(torch.__file__).parent.glob("lib/libgomp*.so*"):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    if numba.config.THREADING_LAYER == "default":  # NUMBA_THREADING_LAYER is not set
-        numba.config.THREADING_LAYER = "threadsafe"
-    return bool(find_spec("numba.np.ufunc.tbbpool") or find_spec("numba.np.ufunc.omppool"))
+    for layer in ("tbbpool", "omppool"):
+        with suppress(ImportError):
+            import_module(f"numba.np.ufunc.{layer}")
+            if numba.config.THREADING_LAYER == "default":  # NUMBA_THREADING_LAYER is not set
+                numba.config.THREADING_LAYER = "threadsafe"
+            return True
+    return False
 
 
-HAS_THREADS = _load_threads()
+HAS_THREADS = _choose_threading_layer()
 calling_thread = threading.local()
 kernel = numba.njit(nogil=True, cache=True, fastmath=ANY_ORDER, error_model="numpy")
 parallel_kernel = numba.njit(nogil=True, cache=True, fastmath=ANY_ORDER, error_model="numpy", parallel=HAS_THREADS)

@@ -43,6 +43,7 @@ if has_amx():
 NETWORK = """
 import hashlib
 import torch
+from rootward.engine import cpu_kernels
 from transformers import LlamaConfig, LlamaForCausalLM
 from rootward.engine.model import HuggingFaceModel
 from rootward.ports import Rows
@@ -138,6 +139,13 @@ ctypes.CDLL.__init__ = load
 @pytest.mark.parametrize("broken", [NOT_LOADABLE, NOT_INSTALLED + NOT_LOADABLE], ids=["not loadable", "not installed"])
 def test_kernels_use_openmp_without_onetbb(broken: str, tmp_path: Path) -> None:
     assert output_of(broken + FIRST_KERNEL, tmp_path).split() == ["omp"]
+
+
+@pytest.mark.slow
+def test_kernels_use_one_thread_without_onetbb_and_openmp(tmp_path: Path) -> None:
+    missing = "import sys\nfor name in ('tbbpool', 'omppool'): sys.modules[f'numba.np.ufunc.{name}'] = None\n"
+    with_threads = output_of(NETWORK, tmp_path)
+    assert output_of(missing + NETWORK + "\nassert not cpu_kernels.HAS_THREADS", tmp_path / "other") == with_threads
 
 
 def output_of(program: str, cache: Path, threading_layer: str = "default") -> str:
