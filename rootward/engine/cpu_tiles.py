@@ -42,7 +42,7 @@ AMX_VALUES = 2 * AMX_KEYS  # dimensions of values whose sums the matrix register
 SOFTMAX_KEYS = 8  # whose weights are computed together, and added up to as many sums
 CHUNK = LANES * SUM_VECTORS
 # How far weights are asked for ahead of their use. Without it a step of few rows takes twice as long; 4 KiB to 54 KiB are about the same.
-PREFETCH_BYTES = 16 << 10
+PREFETCH_BYTES = 4 << 10
 CACHE_LINE = 64  # bytes
 PREFETCH_CELLS = 16  # the same for keys and values, most of which lie in the order of positions
 
@@ -94,12 +94,13 @@ class Code:
         wide = self.builder.zext(self.load(address, HALVES), INTS)
         return self.builder.bitcast(self.builder.shl(wide, SIXTEEN), FLOATS)
 
-    def prefetch(self, address: Value) -> None:
-        """Into the nearest cache. An address of no memory costs nothing."""
+    def prefetch(self, address: Value, *, used_once: bool = False) -> None:
+        """Into the nearest cache; what is `used_once`, into that one only, without displacing anything from the others. An address of no
+        memory costs nothing."""
         pointer = ir.PointerType(ir.IntType(8))
         kind = ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
         fetch = get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        self.builder.call(fetch, [self.builder.inttoptr(address, pointer), INT(0), INT(3), INT(1)])
+        self.builder.call(fetch, [self.builder.inttoptr(address, pointer), INT(0), INT(0 if used_once else 3), INT(1)])
 
     def compiler_barrier(self) -> None:
         """Loads after it read memory, not a register that holds the same value. No instruction is generated."""
@@ -234,7 +235,7 @@ def _linear(code: Code, rows: int) -> None:
         total = dict(total)
         here, there = code.moved(weight, k, LONG(4 * GROUP)), code.moved(prefetched, k, code.value["pace"])
         for vector in vectors:
-            code.prefetch(builder.add(there, LONG(step * vector)))
+            code.prefetch(builder.add(there, LONG(step * vector)), used_once=True)
         for i in range(inputs_of_step):
             if i > 0:
                 code.compiler_barrier()  # words that stay for the second half of a pair leave too few registers with AVX2
