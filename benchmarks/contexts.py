@@ -83,7 +83,7 @@ def prefill(model: LanguageModel, slots: Sequence[int], texts: Sequence[Sequence
 
 def _tokens(logits_CV: torch.Tensor, temperature: float, rng: np.random.Generator) -> list[int]:
     probs = processed(logits_CV, [Sampling(temperature)] * len(logits_CV))
-    tokens: list[int] = inverse_rows(probs.double(), rng.random(len(logits_CV))).tolist()
+    tokens: list[int] = inverse_rows(probs, rng.random(len(logits_CV))).tolist()
     return tokens
 
 

@@ -41,6 +41,14 @@ def noisy_choice(mass_TV: torch.Tensor, role: Role, at: Sequence[At], noise_of: 
     return choice
 
 
+def coins_of_nodes(at: Sequence[At], start: Ints) -> Floats:
+    """float64[T]: the coin of each node 0, 1, ... of each round, whose nodes are start[b] to start[b + 1]; the bits of `rng.coins`."""
+    coin = np.empty(int(start[-1]))
+    key, position, epoch = _numbers(Role.COIN, at).T.copy()
+    kernels.coins(key, position, epoch, np.uint64(Role.COIN.value), start, coin)
+    return coin
+
+
 def gumbel_of_tokens(role: Role, at: Sequence[At], tokens_TA: Ints) -> Floats:
     """float64[T, A]: the noise of a role for some tokens of each row, on the host; row t has the noise at at[t]. The same bits as
     `rng.target_gumbel` and `rng.bonus_gumbel`. ValueError: a token, position or epoch is outside [0, 2³²)."""

@@ -39,7 +39,7 @@ from rootward.core.tree import TokenTree
 from rootward.core.verification import match
 from rootward.engine import verify_kernels as kernels
 from rootward.engine.atoms import host_can_read
-from rootward.engine.noise import At, noisy_choice
+from rootward.engine.noise import At, coins_of_nodes, noisy_choice
 from rootward.engine.sampling import distributions, greedy_choice
 
 ALGORITHMS = ("traversal", "block", "token", "multi_step")
@@ -136,9 +136,9 @@ def _matched(rounds: Sequence[Proposal], choice_T: Ints) -> list[Decision]:
 
 def _without_tree(rounds: Sequence[Proposal], scores_TV: torch.Tensor, _: LawFunction) -> list[Decision]:
     """Rounds without a tree: the same bits as `_ratio_test`, in a third of the time."""
-    probs_BV = distributions(scores_TV, [r.sampling for r in rounds]).to(_widest(scores_TV.device))
+    probs_BV = distributions(scores_TV, [r.sampling for r in rounds])
     coins = np.array([bonus_coin(r.key, r.epoch, r.length) for r in rounds])
-    tokens = inverse_rows(probs_BV, coins).cpu().numpy()
+    tokens = inverse_rows(probs_BV, coins)
     _require_mass(tokens + 1)
     return [Decision(stop=0, bonus=token, expected=1.0) for token in tokens.tolist()]
 
@@ -151,7 +151,7 @@ def _ratio_test(rounds: Sequence[Proposal], scores_TV: torch.Tensor, law: LawFun
     atoms, weight = declared_rows(rounds)
     ids = gather_ids(forest, atoms)
     found = law(forest, ids, weight, *gather(probs_TV, ids))
-    stop = stop_nodes(found, coins_batch([(r.key, r.epoch, r.length, range(len(r.tree))) for r in rounds]))
+    stop = stop_nodes(found, coins_of_nodes([(r.key, r.epoch, r.length) for r in rounds], forest.start))
     at = [(r.key, r.epoch, r.length + int(d)) for r, d in zip(rounds, forest.depth[stop], strict=True)]
     bonus = np.empty(len(rounds), dtype=np.int64)
     for shared, draw in ((False, draw_bonus), (True, shared_bonus)):
@@ -239,7 +239,7 @@ def draw_bonus(probs_TV: torch.Tensor, law: ForestLaw, stop: Ints, at: Sequence[
     if in_tail.any():
         nodes = stop[in_tail]
         share = (goal[in_tail] - inside[in_tail]) / tail[in_tail]
-        token[in_tail] = inverse_rows(_residual_rows(probs_TV, law, nodes, outside=True), share).cpu().numpy()
+        token[in_tail] = inverse_rows(probs_TV, share, nodes_B=nodes, excluded_BG=law.ids[nodes])
     return token
 
 
@@ -248,35 +248,52 @@ def shared_bonus(probs_TV: torch.Tensor, law: ForestLaw, stop: Ints, at: Sequenc
     """int64[B]: argmax of log r + b for the residual distribution r of each stop node and the bonus noise b of each (key, epoch, position).
 
     Never a token without mass."""
-    rows_BV = _residual_rows(probs_TV, law, stop, outside=False)
+    rows_BV = _residual_rows(probs_TV, law, stop)
     return noisy_choice(rows_BV, Role.BONUS, at, np.arange(len(stop)))
 
 
-def _residual_rows(probs_TV: torch.Tensor, law: ForestLaw, stop: Ints, *, outside: bool) -> torch.Tensor:
-    """[B, V]: the residual distributions of some nodes in double precision; outside: only their mass outside the gathered tokens."""
+def _residual_rows(probs_TV: torch.Tensor, law: ForestLaw, stop: Ints) -> torch.Tensor:
+    """[B, V]: the residual distributions of some nodes in double precision."""
     device = probs_TV.device
-    rows_BV = probs_TV[torch.from_numpy(stop).to(device)]
-    rows_BV = rows_BV.to(_widest(device)) * torch.from_numpy(law.tail_scale[stop]).to(device, _widest(device))[:, None]
-    present = law.ids[stop] >= 0
-    mass = np.zeros_like(law.residual[stop]) if outside else law.residual[stop]
-    place = torch.from_numpy(np.nonzero(present)[0] * rows_BV.shape[1] + law.ids[stop][present]).to(device)
-    rows_BV.view(-1)[place] = torch.from_numpy(mass[present]).to(device, rows_BV.dtype)
+    scale = torch.from_numpy(law.tail_scale[stop]).to(device, _widest(device))[:, None]
+    rows_BV = probs_TV[torch.from_numpy(stop).to(device)].to(_widest(device)) * scale
+    _put(rows_BV, law.ids[stop], law.residual[stop])
     return rows_BV
 
 
-def inverse_rows(rows_BV: torch.Tensor, u_B: Floats) -> torch.Tensor:
-    """int64[B]: the first token of each row whose cumulative mass exceeds the share u of the whole, u in [0, 1]; never one without mass,
-    and -1 for a row that has none."""
-    cumulative = rows_BV.cumsum(-1)
-    if (
-        rows_BV.device.type != "cpu"
-    ):  # sums in an order of the device's own: only tokens with mass may raise the running maximum
-        cumulative = torch.where(rows_BV > 0.0, cumulative, 0.0).cummax(-1).values
+def _put(rows_BV: torch.Tensor, ids_BG: Ints, mass_BG: Floats) -> None:
+    """Replace the mass of these tokens of each row; an id of -1 is none."""
+    present = ids_BG >= 0
+    place = np.nonzero(present)[0] * rows_BV.shape[1] + ids_BG[present]
+    mass = torch.from_numpy(mass_BG[present]).to(rows_BV.device, rows_BV.dtype)
+    rows_BV.view(-1)[torch.from_numpy(place).to(rows_BV.device)] = mass
+
+
+def inverse_rows(
+    probs_TV: torch.Tensor, u_B: Floats, *, nodes_B: Ints | None = None, excluded_BG: Ints | None = None
+) -> Ints:
+    """int64[B]: the first token of a row whose cumulative mass exceeds the share u of the whole, u in [0, 1]; never one without mass, and
+    -1 for a row that has none.
+
+    nodes     numbers of the rows; None: each row once
+    excluded  tokens whose mass does not count; -1 is none
+    """
+    nodes_B = np.arange(len(probs_TV)) if nodes_B is None else nodes_B
+    excluded_BG = np.empty((len(nodes_B), 0), np.int64) if excluded_BG is None else excluded_BG
+    token = np.empty(len(nodes_B), np.int64)
+    if host_can_read(probs_TV.device):
+        kernels.inverse_rows(probs_TV.numpy(), nodes_B, np.ascontiguousarray(excluded_BG), u_B, token)
+        return token
+    rows_BV = probs_TV[torch.from_numpy(nodes_B).to(probs_TV.device)].to(_widest(probs_TV.device))
+    _put(rows_BV, excluded_BG, np.zeros(excluded_BG.shape))
+    # Sums are in an order of the device's own: only tokens with mass may raise the running maximum.
+    cumulative = torch.where(rows_BV > 0.0, rows_BV.cumsum(-1), 0.0).cummax(-1).values
     total = cumulative[:, -1:].contiguous()
     goal = torch.from_numpy(u_B).to(total)[:, None] * total
     # u · total may round up to the total: then the first token that reaches it, which has mass.
-    token = torch.minimum(torch.searchsorted(cumulative, goal, right=True), torch.searchsorted(cumulative, total))
-    return torch.where(total > 0.0, token, -1)[:, 0]
+    found = torch.minimum(torch.searchsorted(cumulative, goal, right=True), torch.searchsorted(cumulative, total))
+    token[:] = torch.where(total > 0.0, found, -1)[:, 0].cpu().numpy()
+    return token
 
 
 def _widest(device: torch.device) -> torch.dtype:
@@ -424,6 +441,8 @@ def gather_ids(forest: Forest, atoms: ArrayLike) -> Ints:
         shape = f"[{forest.num_nodes}, K]"
         raise ValueError(f"atoms: shape {support.shape}; give K per node, {shape}, -1 where there is none")
     chosen = np.flatnonzero(~forest.sampled & (forest.parent >= 0))
+    if not len(chosen):
+        return support
     outside = chosen[~(support[forest.parent[chosen]] == forest.token[chosen, None]).any(axis=1)]
     if not len(outside):
         return support

@@ -26,6 +26,7 @@ B1, U1 = numba.bool_[::1], numba.uint64[::1]
 F32_2 = numba.float32[:, ::1]
 
 NUM_BUCKETS, BUCKETS_PER_NAT = 1024, 16  # of scores below the largest
+BLOCK = 256  # tokens
 
 # What `check` can find wrong.
 OK, BAD_WEIGHT, REPEATED_ID, BAD_TARGET, NO_COLUMN, REPEATED_CHILD, NO_WEIGHT = range(7)
@@ -117,6 +118,51 @@ def cut_tail(scores: Any, probs: Any, share: Any) -> None:
             if above >= share[t] and above > 0.0:  # one token is always kept
                 score[edge[i]] = -np.inf
             above += prob[edge[i]]
+
+
+@numba.njit([(m, I1, I2, F1, I1) for m in (F32_2, F2)], fastmath={"reassoc", "contract"}, **exact)
+def inverse_rows(probs: Any, rows: Any, excluded: Any, share: Any, token: Any) -> None:
+    """token[B]: the first token of row rows[b] of probs[T, V] whose cumulative mass exceeds share[b] of the whole, if the tokens
+    excluded[b, G] (-1: none) have no mass; share in [0, 1]. Never a token without mass; -1 for a row that has none.
+
+    Masses are summed by blocks, and by tokens within one block. probs is changed and restored.
+    """
+    vocab, num_excluded = probs.shape[1], excluded.shape[1]
+    mass, held = np.empty(-(-vocab // BLOCK)), np.empty(num_excluded, probs.dtype)
+    for b in range(len(rows)):
+        row, total = probs[rows[b]], 0.0
+        for g in range(num_excluded):
+            if excluded[b, g] >= 0:
+                held[g] = row[excluded[b, g]]
+        for g in range(num_excluded):
+            if excluded[b, g] >= 0:
+                row[excluded[b, g]] = 0.0
+        for i in range(len(mass)):
+            sum_of_block = 0.0
+            for x in range(i * BLOCK, min((i + 1) * BLOCK, vocab)):
+                sum_of_block += row[x]
+            mass[i] = sum_of_block
+            total += sum_of_block
+        goal, below, i = share[b] * total, 0.0, 0
+        while i < len(mass) - 1 and below + mass[i] <= goal:
+            below += mass[i]
+            i += 1
+        token[b] = -1
+        if total > 0.0:  # not if it is NaN
+            for x in range(i * BLOCK, vocab):  # rounding may lead to the end of the block and on
+                if row[x] > 0.0:
+                    token[b] = x
+                    below += row[x]
+                    if below > goal:
+                        break
+            x = vocab
+            while token[b] < 0:  # rounding has led to blocks without mass
+                x -= 1
+                if row[x] > 0.0:
+                    token[b] = x
+        for g in range(num_excluded):
+            if excluded[b, g] >= 0:
+                row[excluded[b, g]] = held[g]
 
 
 @numba.njit([(F2, F1)], **exact)
@@ -266,22 +312,37 @@ PART = {
     "error_model": "numpy",
 }  # inlined, so that a kernel is the same whether it is compiled or read from the cache
 LOW, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-BLOCK = 256
 
 
 @numba.njit(**PART)
-def _uniform_pair(block: Any, key: Any, position: Any, epoch: Any, salt: Any) -> tuple[float, float]:
-    """In (0, 1): the v of `rng.target_gumbel` and `rng.bonus_gumbel` of tokens 2 · block and 2 · block + 1, whose noise is
-    −log(−log(1 − v)). Philox-4x32-10."""
-    c0, c1, c2, c3 = np.uint64(block) & LOW, position & LOW, epoch & LOW, salt & LOW
+def _words(index: Any, key: Any, position: Any, epoch: Any, salt: Any) -> tuple[Any, Any]:
+    """The two 64-bit words of Philox-4x32-10 at (index, position, epoch, salt)."""
+    c0, c1, c2, c3 = np.uint64(index) & LOW, position & LOW, epoch & LOW, salt & LOW
     k0, k1 = key & LOW, key >> HALF
     for _ in range(10):
         product0, product1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
         c0, c1 = (product1 >> HALF) ^ c1 ^ k0, product1 & LOW
         c2, c3 = (product0 >> HALF) ^ c3 ^ k1, product0 & LOW
         k0, k1 = (k0 + np.uint64(0x9E3779B9)) & LOW, (k1 + np.uint64(0xBB67AE85)) & LOW
-    first, second = (c0 | c1 << HALF) >> np.uint64(12), (c2 | c3 << HALF) >> np.uint64(12)
+    return c0 | c1 << HALF, c2 | c3 << HALF
+
+
+@numba.njit(**PART)
+def _uniform_pair(block: Any, key: Any, position: Any, epoch: Any, salt: Any) -> tuple[float, float]:
+    """In (0, 1): the v of `rng.target_gumbel` and `rng.bonus_gumbel` of tokens 2 · block and 2 · block + 1, whose noise is
+    −log(−log(1 − v))."""
+    first, second = _words(block, key, position, epoch, salt)
+    first, second = first >> np.uint64(12), second >> np.uint64(12)
     return (np.float64(first) + 0.5) * 2.0**-52, (np.float64(second) + 0.5) * 2.0**-52
+
+
+@numba.njit([(U1, U1, U1, numba.uint64, I1, F1)], **exact)
+def coins(key: Any, position: Any, epoch: Any, salt: Any, start: Any, coin: Any) -> None:
+    """coin[T]: `rng.coins` of nodes 0, 1, ... of each round b, which are start[b] to start[b + 1]; with its key, position and epoch."""
+    for b in range(len(key)):
+        for v in range(start[b], start[b + 1]):
+            word, _ = _words(v - start[b], key[b], position[b], epoch[b], salt)
+            coin[v] = np.float64(word >> np.uint64(11)) * 2.0**-53
 
 
 @numba.njit(**PART)

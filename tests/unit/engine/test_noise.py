@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rootward.core.rng import Key, Role, bonus_gumbel, target_gumbel
-from rootward.engine.noise import gumbel, gumbel_of_tokens, noisy_choice
+from rootward.core.rng import Key, Role, bonus_gumbel, coins, target_gumbel
+from rootward.engine.noise import coins_of_nodes, gumbel, gumbel_of_tokens, noisy_choice
 
 AT = [(Key(5), 1, 0), (Key(2**64 - 1, 3), 2**32 - 1, 17), (Key(5), 2, 2**32 - 1), (Key(123456789), 1, 4)]
 
@@ -55,6 +55,13 @@ def test_tokens_at_the_end_of_the_words_have_the_noise_of_the_oracle() -> None:
 def test_noise_of_numbers_that_do_not_fit_is_refused(at: tuple[Key, int, int], token: int) -> None:
     with pytest.raises(ValueError, match="use numbers from 0"):
         gumbel_of_tokens(Role.TARGET, [at], np.array([[token]]))
+
+
+def test_coins_of_nodes_are_those_of_the_round() -> None:
+    at = [(Key(7, 1), 3, 11), (Key(8), 0, 2**32 - 1), (Key(7, 1), 2**32 - 1, 0)]
+    start = np.array([0, 5, 6, 40])
+    want = [coins(*place, range(num)) for place, num in zip(at, np.diff(start), strict=True)]
+    assert coins_of_nodes(at, start).tobytes() == np.concatenate(want).tobytes()
 
 
 @pytest.mark.parametrize("role", [Role.TARGET, Role.BONUS])

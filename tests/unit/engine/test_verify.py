@@ -278,12 +278,44 @@ def test_a_shared_bonus_is_the_largest_of_residual_and_noise():
     assert shared_bonus(batch.probs, batch.law, stop, at).tolist() == want
 
 
-def test_extreme_coins_draw_tokens_with_mass():
+@pytest.mark.parametrize("on_host", [True, False])
+def test_extreme_coins_draw_tokens_with_mass(on_host, monkeypatch):
+    monkeypatch.setattr("rootward.engine.verify.host_can_read", lambda device: on_host)
     rows = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0], [0.0, 0.0, 0.0, 0.0, 1e-300]], dtype=torch.float64)
     for u, want in ((0.0, [1, 4]), (0.2999, [1, 4]), (0.31, [3, 4]), (np.nextafter(1.0, 0.0), [3, 4]), (1.0, [3, 4])):
         assert inverse_rows(rows, np.full(2, u)).tolist() == want
     many = torch.tensor([[0.1] * 10 + [0.0]], dtype=torch.float64)
     assert inverse_rows(many, np.array([np.nextafter(1.0, 0.0)])).tolist() == [9]
+    blocks = torch.zeros(1, 1000, dtype=torch.float64)  # no mass in the last blocks
+    blocks[0, [3, 700]] = 0.5
+    assert inverse_rows(blocks, np.array([1.0])).tolist() == [700]
+    assert inverse_rows(torch.full((1, 1000), torch.nan), np.array([0.5])).tolist() == [-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab", [2, 255, 256, 257, 2049])
+@pytest.mark.parametrize("on_host", [True, False])
+def test_coins_invert_the_rows_of_some_nodes_without_excluded_tokens(on_host, vocab, dtype, monkeypatch):
+    monkeypatch.setattr("rootward.engine.verify.host_can_read", lambda device: on_host)
+    rng = np.random.default_rng(vocab)
+    probs = torch.from_numpy(rng.dirichlet(np.full(vocab, 0.05), size=6)).to(dtype)
+    probs[:, -1], probs[5] = 0.1, 0.0
+    before = probs.clone()
+    nodes, u = rng.integers(6, size=400), rng.random(400)
+    excluded = np.array([rng.permutation(vocab - 1)[:3] if vocab > 3 else [-1, -1, -1] for _ in nodes])
+    excluded[rng.random(excluded.shape) < 0.3] = -1
+    tokens = inverse_rows(probs, u, nodes_B=nodes, excluded_BG=excluded)
+    assert torch.equal(probs, before)
+    for node, out, share, token in zip(nodes, excluded, u, tokens, strict=True):
+        row = before[node].double().numpy().copy()
+        row[out[out >= 0]] = 0.0
+        if node == 5:
+            assert token == -1
+            continue
+        assert row[token] > 0.0
+        below, goal = row[:token].sum(), share * row.sum()
+        assert below <= goal + 1e-12
+        assert goal <= below + row[token] + 1e-12
 
 
 def test_a_bonus_coin_at_the_upper_end_draws_the_last_token_with_mass():
