@@ -18,6 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from llvmlite.binding import get_host_cpu_name
 
 from rootward.errors import ConfigurationError
 
@@ -41,16 +42,16 @@ def described() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's own name of its model, and the instructions that matrix products are made of: virtual machines often call very
-    different processors by one name."""
+    """The processor's own name of its model, its microarchitecture, and the instructions that matrix products are made of: virtual
+    machines often call very different processors by one name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     first = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
     name, flags = first.get("model name", platform.machine()), first.get("flags", "").split()
-    instructions = next((label for flag, label in MATRIX_INSTRUCTIONS.items() if flag in flags), "")
-    return f"{name} ({instructions})" if instructions else name
+    instructions = [label for flag, label in MATRIX_INSTRUCTIONS.items() if flag in flags][:1]
+    return f"{name} ({', '.join([*instructions, get_host_cpu_name()])})"
 
 
 def commit() -> str:

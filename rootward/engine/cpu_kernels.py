@@ -39,6 +39,7 @@ from torch.nn import functional
 from rootward.engine.cpu_tiles import (
     AMX_KEYS,
     AMX_PAIRS,
+    AMX_PREFETCH_BYTES,
     AMX_ROWS,
     AMX_VALUES,
     CACHE_LINE,
@@ -419,7 +420,7 @@ def _amx_rows(x, weight, bias, g, out, o):
     parts, configured = -(-num // (2 * AMX_ROWS)), 0
     for index in range(parts):
         n = index * 2 * AMX_ROWS
-        ahead = PREFETCH_BYTES if parts == 1 else 4 * GROUP * (depth + depth * index // parts)
+        ahead = AMX_PREFETCH_BYTES if parts == 1 else 4 * GROUP * (depth + depth * index // parts)
         left = min(2 * AMX_ROWS, num - n)
         rows = left if left <= AMX_ROWS else (left + 1) // 2
         if rows != configured:
@@ -932,8 +933,8 @@ def has_fast_bf16_dot() -> bool:
     """Whether products of bfloat16 inputs and weights by `vdpbf16ps` are faster here than those in float32.
 
     Measured once per machine and kept beside the compiled kernels: processes that take sessions over from one another must agree, because
-    the two differ in the last bits. On an AMD EPYC of family 26 (Zen 5) the instruction is 1.8 times as fast, on an Intel Xeon without AMX
-    half as fast."""
+    the two differ in the last bits. On AMD EPYCs of Zen 4 and Zen 5 the instruction is 1.8 times as fast, on an Intel Xeon without AMX half
+    as fast."""
     features = get_host_cpu_features()
     if LANES != 16 or not features.get("avx512bf16"):
         return False

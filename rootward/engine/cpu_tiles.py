@@ -42,7 +42,9 @@ AMX_VALUES = 2 * AMX_KEYS  # dimensions of values whose sums the matrix register
 SOFTMAX_KEYS = 8  # whose weights are computed together, and added up to as many sums
 CHUNK = LANES * SUM_VECTORS
 # How far weights are asked for ahead of their use. Without it a step of few rows takes twice as long; 4 KiB to 54 KiB are about the same.
-PREFETCH_BYTES = 4 << 10
+# They are read once in a step, so they wait in the nearest cache alone, which may have 32 KiB; with AMX, where this is not measured, in
+# all caches.
+PREFETCH_BYTES, AMX_PREFETCH_BYTES = 4 << 10, 16 << 10
 CACHE_LINE = 64  # bytes
 PREFETCH_CELLS = 16  # the same for keys and values, most of which lie in the order of positions
 
