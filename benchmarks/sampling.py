@@ -1,5 +1,5 @@
 """Milliseconds of making distributions of logits on a CPU, by rows and sampling parameters: with the engine's compiled top-p, and with the
-sorted candidates that other devices use.
+sorted candidates that other devices use; and of the verdicts of as many rounds without a tree, distributions included.
 
     python -m benchmarks.sampling --model FOLDER --out RESULT.json
 
@@ -14,15 +14,19 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 import torch
 
 from benchmarks.results import described, markdown_table, save
 from rootward import demo
-from rootward.core.requests import Sampling
+from rootward.core.requests import Rule, Sampling
+from rootward.core.rng import Key
+from rootward.core.tree import root_only
 from rootward.engine import sampling
 from rootward.engine.loading import load_model
 from rootward.engine.tokenizers import load_tokenizer
+from rootward.engine.verify import Proposal, decide
 from rootward.ports import Rows
 
 PARAMETERS = {
@@ -60,6 +64,21 @@ def by_candidates(logits_TV: torch.Tensor, parameters: list[Sampling]) -> torch.
         sampling.host_can_read = on_host
 
 
+def without_tree(parameters: Sampling, number: int) -> Proposal:
+    """The round of a session."""
+    return SimpleNamespace(
+        tree=root_only(),
+        rows=(None,),
+        rule=Rule.TRAVERSAL,
+        sampling=parameters,
+        key=Key(number),
+        epoch=1,
+        length=100,
+        shared=False,
+        copies=False,
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sampling", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="folder of the model")
@@ -76,10 +95,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments = logits_TV[:rows], [parameters] * rows
             own_ms = median_ms(lambda arguments=arguments: sampling.distributions(*arguments), given.turns)  # type: ignore[misc]
             other_ms = median_ms(lambda arguments=arguments: by_candidates(*arguments), given.turns)  # type: ignore[misc]
-            found.append({"parameters": name, "rows": rows, "ms": own_ms, "ms_by_candidates": other_ms})
+            rounds = [without_tree(parameters, number) for number in range(rows)]
+            verdict_ms = median_ms(lambda arguments=(rounds, logits_TV[:rows]): decide(*arguments), given.turns)  # type: ignore[misc]
+            times = {"ms": own_ms, "ms_by_candidates": other_ms, "verdicts_ms": verdict_ms}
+            found.append({"parameters": name, "rows": rows, **times})
     print(described())
-    cells = [[str(r["parameters"]), str(r["rows"]), f"{r['ms']:.2f}", f"{r['ms_by_candidates']:.2f}"] for r in found]
-    print(markdown_table(["parameters", "rows", "ms", "ms, sorted candidates"], cells))
+    cells = [
+        [str(r["parameters"]), str(r["rows"]), *(f"{r[key]:.2f}" for key in ("ms", "ms_by_candidates", "verdicts_ms"))]
+        for r in found
+    ]
+    print(markdown_table(["parameters", "rows", "ms", "ms, sorted candidates", "verdicts without a tree, ms"], cells))
     if given.out is not None:
         save(given.out, {"vocabulary": logits_TV.shape[1], "threads": given.threads, "rows": found})
     return 0
