@@ -106,7 +106,7 @@ def batch_table(reports: Sequence[dict[str, Any]], batch: int) -> str:
     columns: list[dict[tuple[str, str], float]] = []
     for report in reports:
         for temperature in [t for t, own_batch in settings_of(report) if own_batch == batch]:
-            header.append(f"{report['hardware'].split(',')[0]}, T = {temperature:g}")
+            header.append(f"{report['hardware'].rpartition(',')[0]}, T = {temperature:g}")
             columns.append(
                 {
                     (series["system"], series["mode"]): series["tokens_per_s"]

@@ -138,9 +138,9 @@ def inverse_rows(probs: Any, rows: Any, excluded: Any, share: Any, token: Any) -
             if excluded[b, g] >= 0:
                 row[excluded[b, g]] = 0.0
         for i in range(len(mass)):
-            sum_of_block = 0.0
-            for x in range(i * BLOCK, min((i + 1) * BLOCK, vocab)):
-                sum_of_block += row[x]
+            block, sum_of_block = row[i * BLOCK : (i + 1) * BLOCK], 0.0
+            for x in range(len(block)):
+                sum_of_block += block[x]
             mass[i] = sum_of_block
             total += sum_of_block
         goal, below, i = share[b] * total, 0.0, 0
