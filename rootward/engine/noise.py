@@ -42,8 +42,12 @@ def noisy_choice(mass_TV: torch.Tensor, role: Role, at: Sequence[At], noise_of: 
 
 
 def coins_of_nodes(at: Sequence[At], start: Ints) -> Floats:
-    """float64[T]: the coin of each node 0, 1, ... of each round, whose nodes are start[b] to start[b + 1]; the bits of `rng.coins`."""
+    """float64[T]: the coin of each node 0, 1, ... of each round, whose nodes are start[b] to start[b + 1]; the bits of `rng.coins`.
+    ValueError: a position or epoch is outside [0, 2³²)."""
     coin = np.empty(int(start[-1]))
+    for number in (number for _, *numbers in at for number in numbers):
+        if not 0 <= number <= MASK:
+            raise ValueError(f"counter: {number}; use numbers from 0 to 2**32 - 1")
     key, position, epoch = _numbers(Role.COIN, at).T.copy()
     kernels.coins(key, position, epoch, np.uint64(Role.COIN.value), start, coin)
     return coin

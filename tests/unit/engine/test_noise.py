@@ -64,6 +64,12 @@ def test_coins_of_nodes_are_those_of_the_round() -> None:
     assert coins_of_nodes(at, start).tobytes() == np.concatenate(want).tobytes()
 
 
+@pytest.mark.parametrize("place", [(Key(1), 2**32, 1), (Key(1), 1, 2**32), (Key(1), -1, 1), (Key(1), 1, -1)])
+def test_coins_of_nodes_refuse_numbers_that_do_not_fit(place: tuple[Key, int, int]) -> None:
+    with pytest.raises(ValueError, match="use numbers from 0"):
+        coins_of_nodes([(Key(1), 1, 1), place], np.array([0, 1, 2]))
+
+
 @pytest.mark.parametrize("role", [Role.TARGET, Role.BONUS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("vocab", [1, 2, 255, 256, 257, 2049])

@@ -249,9 +249,8 @@ def test_coins_of_zero_never_accept_a_node_without_budget():
         assert (batch.law.stop[stop_nodes(batch.law, np.zeros(len(batch.probs)))] > 0.0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_bonus_tokens_follow_the_residual_distribution(dtype):
-    """Over a grid of coins each token gets its share, never one without mass."""
+def bonus_shares(dtype: torch.dtype):
+    """(share of each token over a grid of coins, residual distribution) of some nodes where rounds stop."""
     rng, grid = np.random.default_rng(6), (np.arange(4000) + 0.5) / 4000
     for _ in range(6):
         batch = mixed(rng, twist=True, dtype=dtype, largest=8)
@@ -262,9 +261,25 @@ def test_bonus_tokens_follow_the_residual_distribution(dtype):
                 patch.setattr("rootward.engine.verify.bonus_coin", lambda u: u)
                 tokens = draw_bonus(batch.probs, batch.law, stop, [(u,) for u in grid])
             row = dense_law(batch.law, b, batch.rounds[b].tree, batch.target(b)).residual[node]
-            assert (row[tokens] > 0.0).all()
-            share = np.bincount(tokens, minlength=len(row)) / len(grid)
-            np.testing.assert_allclose(share, row, atol=1.5 / len(grid) + DTYPES[dtype])
+            yield np.bincount(tokens, minlength=len(row)) / len(grid), row
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bonus_tokens_follow_the_residual_distribution(dtype):
+    """Over a grid of coins each token gets its share, never one without mass."""
+    for share, row in bonus_shares(dtype):
+        assert (row[share > 0.0] > 0.0).all()
+        np.testing.assert_allclose(share, row, atol=1.5 / 4000 + DTYPES[dtype])
+
+
+def test_wrong_bonus_tokens_among_the_gathered_ones_are_noticed(monkeypatch):
+    """A coin in the tail that falls on any token, gathered ones included, would draw rejected tokens."""
+    monkeypatch.setattr(
+        "rootward.engine.verify.inverse_rows", lambda probs, u, nodes_B, **_: inverse_rows(probs, u, nodes_B=nodes_B)
+    )
+    pairs = list(bonus_shares(torch.float64))
+    assert any((row[share > 0.0] == 0.0).any() for share, row in pairs)
+    assert max(np.abs(share - row).max() for share, row in pairs) > 0.05
 
 
 def test_a_shared_bonus_is_the_largest_of_residual_and_noise():
