@@ -200,15 +200,17 @@ async def _failure(call: Any, runs: RunQueue) -> None:
 
 
 async def _awaited(pending: Awaitable[T]) -> T:
-    """Await a call; ServiceError for a failed status. A cancelled call is Unavailable, a cancelled task is not."""
+    """Await a call; ServiceError for a failed status. A cancelled call is Unavailable, a cancelled task is not.
+
+    grpc loses the cancellation of a task that waits for a stream to begin: the call then fails with its own status."""
     try:
         return await pending
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from error
-    except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
-        raise Unavailable(f"the channel is closed: {error}") from error
-    except asyncio.CancelledError:
+    except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError, asyncio.CancelledError) as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():
-            raise
-        raise Unavailable("the call was cancelled") from None
+            raise asyncio.CancelledError from error
+        if isinstance(error, grpc.RpcError):
+            raise from_rpc_error(error) from error
+        if isinstance(error, asyncio.CancelledError):
+            raise Unavailable("the call was cancelled") from None
+        raise Unavailable(f"the channel is closed: {error}") from error
