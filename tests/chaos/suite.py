@@ -551,7 +551,7 @@ def main() -> int:
     parser.add_argument("--report", type=Path, default=None, help="folder for the report")
     given = parser.parse_args()
     options: dict[str, Any] = {"minutes": given.minutes, "streams": given.streams, "seed": given.seed}
-    words = " ".join(f"{key.upper()}={value:g}" for key, value in options.items())
+    words = " ".join(f"{key.upper()}={value:.15g}" for key, value in options.items())  # a seed is printed whole
     stand = asyncio.run(run(given.name, folder=given.report, command=f"make {given.name} {words}", **options))
     for line in stand.broken:
         print(f"broken: {line}")
