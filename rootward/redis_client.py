@@ -61,13 +61,19 @@ def open_redis(url: str, *, timeout_s: float) -> Redis | RedisCluster:
 
 @asynccontextmanager
 async def answering(name: str, timeout_s: float, failure: type[Unavailable]) -> AsyncIterator[None]:
-    """Bounds calls in time and turns every failure of the connection into `failure`, which says that `name` does not answer."""
+    """Bounds calls in time and turns every failure of the connection into `failure`, which says that `name` does not answer.
+
+    The client loses the cancellation of a task whose command has just been sent or has just failed (`asyncio.wait_for` of Python 3.11
+    returns the result, or raises the error, of a future that is done). The task is cancelled all the same."""
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
     try:
         async with asyncio.timeout(timeout_s):
-            yield
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():  # the client has swallowed it
-                raise asyncio.CancelledError
+            try:
+                yield
+            finally:
+                if task is not None and task.cancelling() > before:
+                    raise asyncio.CancelledError
     except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
         raise failure(f"{name} does not answer ({type(error).__name__})") from error
 

@@ -1,13 +1,15 @@
 """URLs of Redis: which client they mean, and what is refused. That the clients work is tested on real servers."""
 
+import asyncio
 import traceback
+from contextlib import suppress
 
 import pytest
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.sentinel import SentinelConnectionPool
 
-from rootward.errors import ConfigurationError
-from rootward.redis_client import open_redis, redacted
+from rootward.errors import ConfigurationError, Unavailable
+from rootward.redis_client import answering, open_redis, redacted
 
 
 async def test_one_server_sentinel_and_cluster():
@@ -53,3 +55,51 @@ def test_a_password_that_breaks_the_url_is_not_shown(password):
     except ConfigurationError as error:
         shown = "".join(traceback.format_exception(error))
     assert "cret" not in shown.replace(url, "")
+
+
+@pytest.mark.parametrize("raised", [None, OSError])
+async def test_a_cancellation_that_the_client_loses_is_raised(raised: type[Exception] | None) -> None:
+    """`asyncio.wait_for` of Python 3.11 returns the result, or raises the error, of a future that is done instead of the cancellation."""
+
+    async def loses_it() -> None:
+        async with answering("Redis", 10, Unavailable):
+            try:
+                await asyncio.sleep(10)
+            except asyncio.CancelledError:
+                if raised is not None:
+                    raise raised from None
+
+    task = asyncio.create_task(loses_it())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
+async def test_calls_in_the_clean_up_of_a_cancelled_task_are_made() -> None:
+    calls = []
+
+    async def cleans_up() -> None:
+        try:
+            await asyncio.sleep(10)
+        finally:
+            async with answering("Redis", 10, Unavailable):
+                calls.append(1)
+            calls.append(2)
+
+    task = asyncio.create_task(cleans_up())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert calls == [1, 2]
+
+
+async def test_a_call_that_takes_too_long_is_a_failure_though_the_client_loses_the_cancellation() -> None:
+    async def loses_it() -> None:
+        async with answering("Redis", 0.01, Unavailable):
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(10)
+
+    with pytest.raises(Unavailable, match="Redis does not answer"):
+        await loses_it()
