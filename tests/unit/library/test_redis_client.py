@@ -61,7 +61,7 @@ def test_a_password_that_breaks_the_url_is_not_shown(password):
 async def test_a_cancellation_that_the_client_loses_is_raised(raised: type[Exception] | None) -> None:
     """`asyncio.wait_for` of Python 3.11 returns the result, or raises the error, of a future that is done instead of the cancellation."""
 
-    async def loses_it() -> None:
+    async def call_losing_its_cancellation() -> None:
         async with answering("Redis", 10, Unavailable):
             try:
                 await asyncio.sleep(10)
@@ -69,7 +69,7 @@ async def test_a_cancellation_that_the_client_loses_is_raised(raised: type[Excep
                 if raised is not None:
                     raise raised from None
 
-    task = asyncio.create_task(loses_it())
+    task = asyncio.create_task(call_losing_its_cancellation())
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.wait([task])
@@ -79,7 +79,7 @@ async def test_a_cancellation_that_the_client_loses_is_raised(raised: type[Excep
 async def test_calls_in_the_clean_up_of_a_cancelled_task_are_made() -> None:
     calls = []
 
-    async def cleans_up() -> None:
+    async def call_in_clean_up() -> None:
         try:
             await asyncio.sleep(10)
         finally:
@@ -87,7 +87,7 @@ async def test_calls_in_the_clean_up_of_a_cancelled_task_are_made() -> None:
                 calls.append(1)
             calls.append(2)
 
-    task = asyncio.create_task(cleans_up())
+    task = asyncio.create_task(call_in_clean_up())
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.wait([task])
@@ -96,10 +96,10 @@ async def test_calls_in_the_clean_up_of_a_cancelled_task_are_made() -> None:
 
 
 async def test_a_call_that_takes_too_long_is_a_failure_though_the_client_loses_the_cancellation() -> None:
-    async def loses_it() -> None:
+    async def call_losing_its_cancellation() -> None:
         async with answering("Redis", 0.01, Unavailable):
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(10)
 
     with pytest.raises(Unavailable, match="Redis does not answer"):
-        await loses_it()
+        await call_losing_its_cancellation()
