@@ -4,10 +4,10 @@ Right: random ragged trees against the float64 reference, by type and option. Sp
 by device events over storages that do not fit the L2 cache; the floor is the bytes of keys and values of the prefixes divided by the
 bandwidth of a large copy measured in the same run. Shape of an 8 B model: H = 32, H_kv = 8, D = 128. torch and triton only.
 
-    python benchmarks/gpu/attention.py --out attention.json
-    python benchmarks/gpu/attention.py --sweep        # which tiles and pieces would do better
-    TRITON_INTERPRET=1 python benchmarks/gpu/attention.py --device cpu      # correctness only, float32 and float16
-    TRITON_INTERPRET=1 python benchmarks/gpu/attention.py --smoke           # does it run?
+    python -m benchmarks.gpu.attention --out attention.json
+    python -m benchmarks.gpu.attention --sweep        # which tiles and pieces would do better
+    TRITON_INTERPRET=1 python -m benchmarks.gpu.attention --device cpu      # correctness only, float32 and float16
+    TRITON_INTERPRET=1 python -m benchmarks.gpu.attention --smoke           # does it run?
 """
 
 from __future__ import annotations
@@ -169,6 +169,12 @@ def sweep(shape: Shape) -> list[dict[str, Any]]:
     return sorted(found, key=lambda line: line["us"])
 
 
+def write(report: dict[str, Any], out: Path | None) -> None:
+    """After every part: what has been measured outlives what fails after it."""
+    if out:
+        out.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
@@ -187,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{line['dtype']:9s} {line['option']:8s} {line['rows']:3d} rows  error {line['error']:.1e}  {'ok' if line['ok'] else 'WRONG'}"
         )
     report: dict[str, Any] = {"device": args.device, "torch": torch.__version__, "errors": errors}
+    write(report, args.out)
     if args.device.startswith("cuda"):
         rate = copy_bandwidth()
         report |= {"name": torch.cuda.get_device_name(), "bandwidth_GB_s": rate / 1e9, "shapes": []}
@@ -201,14 +208,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         report["reached"] = reached = sum(line["fraction"] >= WANTED for line in report["shapes"])
         verdict = "reached" if reached == len(report["shapes"]) else "MISSED"
         print(f"target: at least {WANTED:.0%} of the copy bandwidth on the prefix: {verdict} "
-              f"({reached} of {len(report['shapes'])} shapes)")  # fmt: skip
+              f"({reached} of {len(report['shapes'])} shapes)", flush=True)  # fmt: skip
+        write(report, args.out)
     if args.sweep:
         report["sweep"] = {}
         for shape in (Shape(1, 2048, 1), Shape(1, 8192, 32), Shape(32, 8192, 1), Shape(32, 2048, 32)):
             report["sweep"][str(shape)] = best = sweep(shape)[:5]
-            print(shape, *best, sep="\n  ")
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+            print(shape, *best, sep="\n  ", flush=True)
+            write(report, args.out)
     if not all(line["ok"] for line in errors):
         raise SystemExit("the kernel differs from the reference")
 

@@ -57,9 +57,13 @@ class CudaCapture:
     def __call__(self, run: Run) -> Run:
         with torch.cuda.device(self._device):  # launches on another device would not be recorded
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                out = run()
+            graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                    out = run()
+            except BaseException:
+                torch.cuda.set_stream(before)  # after a failure torch leaves the stream of the recording current
+                raise
 
         def replay() -> torch.Tensor:
             graph.replay()
@@ -178,7 +182,8 @@ class Graphs:
         try:
             self._recorded[bucket] = self._recording(static, bucket, reduction)
         except RuntimeError as wrong:
-            log.warning("steps are not recorded: %s", first_line(wrong))
+            # the end of a recording that failed raises an error of its own, which says nothing
+            log.warning("steps are not recorded: %s", first_line(wrong.__context__ or wrong))
             self._refused.add(bucket if isinstance(wrong, torch.OutOfMemoryError) else bucket.kind)
         return bucket in self._recorded
 

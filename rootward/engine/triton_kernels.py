@@ -17,6 +17,12 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FAR = tl.constexpr(1 << 30)  # position of a row that does not exist
+# triton compiles a kernel anew for integers that are 1 or divisible by 16, and for pointers that are; these differ from step to step, and a
+# compilation takes as long as a hundred steps. Strides of queries, keys and values stay out of the list: their loads are wide.
+VARYING = (
+    "block_table", "length", "scratch", "scratch_position", "sees", "position", "window", "num_rows", "num_nodes", "num_pieces",
+    "table_entry", "scratch_entry", "scratch_position_entry", "sees_entry", "sees_row", "position_entry",
+)  # fmt: skip
 
 
 @triton.jit
@@ -50,7 +56,7 @@ def _attend(
     return acc, new_top, total * fade + tl.sum(weight, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def partial_attention(
     query, keys, values, partial, lse,
     block_table, length, scratch, scratch_position, sees, position,
@@ -125,7 +131,7 @@ def partial_attention(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_parts",))
 def merge_partials(
     out, partial, lse, sinks, num_parts, out_entry, out_row, out_head,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM_V: tl.constexpr,
