@@ -1,4 +1,4 @@
-"""Chats that a target writes itself, with the hidden states that a draft head reads, in one pass.
+"""Chats that a target writes itself.
 
 Every slot of a batch runs one chat: a user turn drawn from the model, often behind given first words, the markers between the turns, an
 answer at temperature 0 or 1. A slot whose chat ends starts the next one at once, behind the system prompt that its KV cache still holds; so
@@ -20,6 +20,8 @@ USER_TOP_P = 0.95
 USER_CANDIDATES = 256  # the nucleus is looked for among so many likeliest tokens
 MAX_USER_TOKENS = 100
 MIN_USER_TOKENS = 4
+ALIGNED = 16  # positions: fast attention on GPUs wants masks of such lengths
+OPENING_SIZES = (1, 2, 3, 5)  # tokens of a prompt that the target goes on from with a turn of its own
 # An instruct model that is left free writes long, elaborate user turns; people's are short and plain, and mostly begin like these.
 OPENING_SHARE = 0.6
 OPENINGS = """\
@@ -34,15 +36,12 @@ Discuss|In one sentence,|In a few words,|Imagine|Step by step,|Hello|Hi,|The""".
 
 @dataclass(slots=True)
 class Chat:
-    """Token ids `[n]`, the positions where the user's text and the answer start, and hidden states `[n, layers + 1, hidden]` (the last:
-    after the final norm).
-    """
+    """Token ids `[n]`, and the positions where the user's text and the answer start."""
 
     ids: torch.Tensor
     user_start: int
     answer_start: int
     temperature: float
-    hidden: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -113,17 +112,19 @@ def _draw(logits: torch.Tensor) -> torch.Tensor:
 
 
 class ChatSampler:
-    """Endless chats from a target; `layers` names the hidden states by the layer whose input they are. max_answer: tokens of an answer."""
+    """Chats of a target: answers to `prompts` at both temperatures; then, or without prompts, endless chats whose user turns the target
+    writes too, with `answers_only` none. The turns that it writes behind prompts begin like these. max_answer: tokens of an answer.
+    """
 
     def __init__(
         self,
         model: Any,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        layers: tuple[int, ...],
         num_slots: int,
         seed: int,
         prompts: list[str] | None = None,
+        answers_only: bool = False,
         max_answer: int = 300,
     ) -> None:
         AttentionInterface.register("rootward_slots", _grouped_attention)
@@ -131,21 +132,22 @@ class ChatSampler:
         torch.manual_seed(seed)
         self._model = model
         self._random = random.Random(seed)
-        self._layers, self._max_answer = layers, max_answer
+        self._max_answer = max_answer
         self._tokenizer = tokenizer
         self._prefix, self._suffix = turn_markers(tokenizer)
-        self._openings = [tokenizer(words, add_special_tokens=False).input_ids for words in OPENINGS]
+        openings = [tokenizer(words, add_special_tokens=False).input_ids for words in OPENINGS]
         ends = model.generation_config.eos_token_id
         self._stops = set(ends) if isinstance(ends, list) else {ends}
         texts = [tokenizer(text, add_special_tokens=False).input_ids[:MAX_USER_TOKENS] for text in prompts or ()]
-        self._given = None if prompts is None else [(text, temperature) for text in texts for temperature in (0.0, 1.0)]
-        self._num_taken = 0
-        self._max_length = len(self._prefix) + MAX_USER_TOKENS + len(self._suffix) + max_answer + 1
+        of_prompts = [text[:size] for text in texts for size in OPENING_SIZES if size < len(text)]
+        self._openings = [openings, of_prompts or openings]  # each kind equally often
+        self._given = [(text, temperature) for text in texts for temperature in (0.0, 1.0)]
+        self._num_taken, self._answers_only = 0, answers_only
+        self._max_length = (
+            -(-(len(self._prefix) + MAX_USER_TOKENS + len(self._suffix) + max_answer + 1) // ALIGNED) * ALIGNED
+        )
         parameter = next(model.parameters())
         self._cache = _SlotCache(model.config, num_slots, self._max_length, parameter.device, parameter.dtype)
-        self._hidden = torch.zeros(
-            num_slots, self._max_length, len(layers) + 1, model.config.hidden_size, dtype=torch.bfloat16
-        )
         self._slots: list[_Slot | None] = [self._begin(position=0) for _ in range(num_slots)]
 
     @property
@@ -158,12 +160,12 @@ class ChatSampler:
     def chats(self) -> Iterator[list[Chat]]:
         """The chats that ended at each token step, often none; for ever, or until all prompts are answered."""
         device = self._cache.positions.device
-        row = torch.arange(len(self._slots))
         while any(self._slots):
             positions = torch.tensor([slot.position if slot else 0 for slot in self._slots], device=device)
             tokens = torch.tensor([slot.ids[slot.position] if slot else 0 for slot in self._slots], device=device)
             self._cache.positions = positions
-            self._cache.length = int(positions.max()) + 1
+            longest = max(slot.position for slot in self._slots if slot) + 1
+            self._cache.length = -(-longest // ALIGNED) * ALIGNED
             mask = torch.arange(self._cache.length, device=device)[None] <= positions[:, None]
             output = self._model.model(
                 tokens[:, None],
@@ -171,12 +173,8 @@ class ChatSampler:
                 position_ids=positions[:, None],
                 past_key_values=self._cache,
                 use_cache=True,
-                output_hidden_states=True,
             )
-            last = output.last_hidden_state[:, 0]
-            states = [output.hidden_states[layer][:, 0] for layer in self._layers]
-            self._hidden[row, positions.cpu()] = torch.stack([*states, last], 1).to(self._hidden)
-            yield self._advance(last)
+            yield self._advance(output.last_hidden_state[:, 0])
 
     def _advance(self, last: torch.Tensor) -> list[Chat]:
         drawing = {i: slot for i, slot in enumerate(self._slots) if slot and slot.position + 1 == len(slot.ids)}
@@ -194,7 +192,7 @@ class ChatSampler:
         for i, slot in drawing.items():
             if slot.answer_start:
                 if slot.ids[-1] in self._stops or len(slot.ids) - slot.answer_start >= self._max_answer:
-                    ended.append(self._chat(i, slot))
+                    ended.append(_chat(slot))
                     self._slots[i] = self._begin(position=len(self._prefix) - 1)
             elif slot.ids[-1] == self._suffix[0]:
                 slot.ids += self._suffix[1:]
@@ -205,17 +203,18 @@ class ChatSampler:
                 self._slots[i] = self._begin(position=len(self._prefix) - 1)
         return ended
 
-    def _chat(self, i: int, slot: _Slot) -> Chat:
-        n = slot.position  # the last token was not run
-        ids = torch.tensor(slot.ids[:n], dtype=torch.int32)
-        return Chat(ids, slot.user_start, slot.answer_start, slot.temperature, self._hidden[i, :n].clone())
-
     def _begin(self, *, position: int) -> _Slot | None:
-        """A new chat of a slot that has run `position` tokens of the text before the user's; None when all prompts are taken."""
+        """A new chat of a slot that has run `position` tokens of the text before the user's; None when no more are wanted."""
         user_start = len(self._prefix)
-        if self._given is None:
+        if self._num_taken == len(self._given):
+            if self._answers_only:
+                return None
             temperature = float(self._random.random() < 0.5)
-            opening = self._random.choice(self._openings) if self._random.random() < OPENING_SHARE else []
+            opening = (
+                self._random.choice(self._random.choice(self._openings))
+                if self._random.random() < OPENING_SHARE
+                else []
+            )
             return _Slot(
                 [*self._prefix, *opening],
                 position=position,
@@ -223,12 +222,15 @@ class ChatSampler:
                 answer_start=0,
                 temperature=temperature,
             )
-        if self._num_taken == len(self._given):
-            return None
         text, temperature = self._given[self._num_taken]
         self._num_taken += 1
         ids = [*self._prefix, *text, *self._suffix]
         return _Slot(ids, position=position, user_start=user_start, answer_start=len(ids), temperature=temperature)
+
+
+def _chat(slot: _Slot) -> Chat:
+    ids = torch.tensor(slot.ids[: slot.position], dtype=torch.int32)  # the last token was not run
+    return Chat(ids, slot.user_start, slot.answer_start, slot.temperature)
 
 
 def turn_markers(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

@@ -53,7 +53,7 @@ def acceptance(head: DraftHead, loss_of: Any, store: ChatStore, chats: list[int]
     """A row for each temperature of the text: KL, acceptance of each step, tokens a pass of a chain. `loss_of(chats)` gives (_, means)."""
     rows = []
     for temperature in (0.0, 1.0):
-        own = [chat for chat in chats if store.temperatures[chat] == temperature]
+        own = [chat for chat in chats if store.temperature(chat) == temperature]
         total, count = torch.zeros(STEPS, 3, dtype=torch.float64), 0
         for group in store.batches(own, BATCH_TOKENS, random.Random(0)):
             positions = sum(len(store.answer_ids(chat)) for chat in group)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-ROWS = 128  # logits of so many rows stay in a core's cache
+CPU_ROWS = 128  # logits of so many rows stay in a core's cache
+GPU_ROWS = 4096  # and so many keep a GPU busy
 
 
 class _Loss(torch.autograd.Function):
@@ -25,8 +26,9 @@ class _Loss(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         gradient = torch.empty_like(drafts)
         sums = torch.zeros(len(drafts), 4, dtype=torch.float64, device=drafts.device)
-        for chunk, start in enumerate(range(0, drafts.shape[1], ROWS)):
-            part = slice(start, start + ROWS)
+        size = CPU_ROWS if drafts.device.type == "cpu" else GPU_ROWS
+        for chunk, start in enumerate(range(0, drafts.shape[1], size)):
+            part = slice(start, start + size)
             p = functional.linear(target[part].to(rows), rows).to(gradient).softmax(-1)
             for k in range(len(drafts)):
                 w = weights[k, part, None]

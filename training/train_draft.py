@@ -1,6 +1,6 @@
 """Train a draft head for a target: `python -m training.train_draft TARGET --out FOLDER`, also as `rootward train-draft`.
 
-Text that the target writes itself, with its hidden states (chats); a head of one layer in the published format of EAGLE-3 (training);
+Text that the target writes itself (chats); a head of one layer in the published format of EAGLE-3 (training);
 simulated acceptance on chats that training never saw (report). Each phase goes on where an interrupted run stopped.
 """
 
@@ -46,6 +46,7 @@ CHUNK_TOKENS = 25_000
 HELD_OUT_SHARE = 0.04
 STEP_DECAY = 0.8  # weight of an unrolled step relative to the one before
 CHECKPOINT_S = 120.0
+MEASURE_EVERY = 8  # of the chunks of rows of a step, where only the gradient is wanted
 WARM_START_TOKENS = 60_000
 WATCHED = 30  # held-out chats that are looked at while training
 
@@ -76,6 +77,16 @@ class Target:
     layers: tuple[int, ...]
     device: torch.device
 
+    @torch.no_grad()
+    def run(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the head reads and what it is compared with, in float32: inputs of the layers `[B, T, layers * hidden]`, and outputs of the
+        final norm `[B, T, hidden]`. ids: `[B, T]`, padded at the end.
+        """
+        self.model.config._attn_implementation = "sdpa"  # sampling sets its own
+        output = self.model.model(ids, use_cache=False, output_hidden_states=True)
+        states = torch.cat([output.hidden_states[layer] for layer in self.layers], -1)
+        return states.float(), output.last_hidden_state.float()
+
     @property
     def embedding(self) -> torch.Tensor:
         """Input embeddings `[V, hidden]`."""
@@ -96,12 +107,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("target", type=Path, help="folder of the target (Hugging Face format)")
     parser.add_argument("--out", type=Path, required=True, help="folder of the head")
-    parser.add_argument(
-        "--work", type=Path, default=None, help="folder of text, hidden states and checkpoints; default OUT/work"
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=1_000_000, help="tokens of text to sample; 4 bytes x hidden size x 4 on disk each"
-    )
+    parser.add_argument("--work", type=Path, default=None, help="folder of text and checkpoints; default OUT/work")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens of text to sample")
+    parser.add_argument("--sampling-minutes", type=float, default=math.inf, help="end sampling after this time instead")
     parser.add_argument(
         "--answer-tokens",
         type=int,
@@ -113,13 +121,19 @@ def arguments() -> argparse.Namespace:
         "--prompts",
         type=Path,
         default=None,
-        help='JSON lines {"text": user turn} to answer; without it the target writes them too',
+        help='JSON lines {"text": user turn} to answer first; then the target goes on with turns that begin like these',
     )
     parser.add_argument("--epochs", type=float, default=4.0)
     parser.add_argument("--minutes", type=float, default=None, help="end training after this time instead")
     parser.add_argument("--batch-tokens", type=int, default=3000)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--unrolled", type=int, default=4, help="steps that the last part of training unrolls")
+    parser.add_argument(
+        "--tv",
+        type=float,
+        default=0.0,
+        help="weight of 1 - sum min(p, q), the share of draft tokens that is rejected, beside KL",
+    )
     parser.add_argument("--draft-vocabulary", type=int, default=8192)
     parser.add_argument(
         "--layers", type=int, nargs="+", default=None, help="layers whose inputs the head reads; default 2, N/2, N-3"
@@ -146,27 +160,28 @@ def load_target(args: argparse.Namespace) -> Target:
 
 
 def sample(
-    target: Target, folder: Path, args: argparse.Namespace, *, prompts: list[str] | None, num_tokens: float
+    target: Target, folder: Path, args: argparse.Namespace, *, prompts: list[str] | None, num_tokens: float = math.inf
 ) -> None:
-    """Fill `folder` with chunks of chats until so many tokens are there, or every prompt is answered at both temperatures."""
+    """Fill `folder` with chunks of chats until so many tokens are there; without a number, until every prompt is answered."""
     folder.mkdir(parents=True, exist_ok=True)
     finished = folder / "finished"
-    present = ChatStore(folder, target.model.config.hidden_size).num_tokens
+    present = ChatStore(folder).num_tokens
     if finished.exists() or present >= num_tokens:
         return
     chunks = sorted(folder.glob("*.safetensors"))
-    slots = args.slots if prompts is None else min(args.slots, 2 * len(prompts))
+    answers_only = num_tokens == math.inf
+    slots = min(args.slots, 2 * len(prompts)) if prompts and answers_only else args.slots
     seed = args.seed + 1000 * len(chunks)  # another text than that of the run before
     sampler = ChatSampler(
         target.model,
         target.tokenizer,
-        layers=target.layers,
         num_slots=slots,
         seed=seed,
         prompts=prompts,
+        answers_only=answers_only,
         max_answer=args.answer_tokens,
     )
-    progress = Progress(folder.name)
+    progress, budget = Progress(folder.name), Budget(args.sampling_minutes)
     waiting: list[Chat] = []
 
     def flush() -> None:
@@ -176,8 +191,9 @@ def sample(
     for ended in sampler.chats():
         waiting += ended
         fresh = sum(len(chat.ids) for chat in waiting)
-        done = present + fresh >= num_tokens
-        progress.step(min(1.0, (present + fresh) / num_tokens) if prompts is None else sampler.progress, 0.0)
+        share = sampler.progress if answers_only else max(budget.progress(), (present + fresh) / num_tokens)
+        done = share >= 1
+        progress.step(min(1.0, share), 0.0)
         if fresh >= CHUNK_TOKENS or (waiting and done):
             flush()
             present += fresh
@@ -207,9 +223,10 @@ def initialise(head: DraftHead, target: Target, store: ChatStore, split: Split, 
         positions = 0
         for chats in store.batches(split.training, args.batch_tokens, random.Random(args.seed)):
             batch = store.batch(chats, users=True)
-            ids, hidden, wanted = (tensor.to(target.device) for tensor in (batch.ids, batch.hidden, batch.wanted))
+            ids, wanted = batch.ids.to(target.device), batch.wanted.to(target.device)
+            states, final = target.run(ids)
             embeddings = functional.embedding(ids.roll(-1, 1), target.embedding).float()
-            yield Sample(hidden[:, :, :-1].flatten(2), embeddings, wanted, hidden[:, :, -1].roll(-1, 1)[wanted] / norm)
+            yield Sample(states, embeddings, wanted, final.roll(-1, 1)[wanted] / norm)
             positions += len(chats) * ids.shape[1]
             if positions > WARM_START_TOKENS:
                 return
@@ -232,17 +249,18 @@ def loss_of(
     but for given first words.
     """
     batch = store.batch(chats, users=users)
-    ids, hidden, wanted = (tensor.to(target.device) for tensor in (batch.ids, batch.hidden, batch.wanted))
+    ids, wanted = batch.ids.to(target.device), batch.wanted.to(target.device)
+    states, final = target.run(ids)
     embeddings = functional.embedding(ids.roll(-1, 1), target.embedding).float()
-    rows = wanted.flatten()
-    following = hidden[:, :, -1].roll(-1, 1).flatten(0, 1)[rows]
-    outputs = torch.stack(list(head.unroll(hidden[:, :, :-1].flatten(2), embeddings, wanted, num_steps)))
+    following = final.roll(-1, 1).flatten(0, 1)[wanted.flatten()]
+    outputs = torch.stack(list(head.unroll(states, embeddings, wanted, num_steps)))
     rank = (wanted.long().cumsum(1) - 1)[wanted]
     steps = torch.arange(num_steps, device=target.device)[:, None]
     weights = (rank[None] >= steps) * STEP_DECAY**steps / len(rank)
-    return overlap_loss(
-        outputs, following, target.output[head.draft_ids], weights=weights, tv=tv, measure_every=measure_every
-    )
+    output_rows = target.output[head.draft_ids]
+    if target.device.type == "cuda":
+        output_rows = output_rows.float()  # logits of TF32, which bfloat16 would round to 8 bits
+    return overlap_loss(outputs, following, output_rows, weights=weights, tv=tv, measure_every=measure_every)
 
 
 def unrolled_steps(progress: float, most: int) -> int:
@@ -328,7 +346,9 @@ def train(
         if done >= 1:
             break
         steps = unrolled_steps(done, args.unrolled)
-        loss, means = loss_of(head, target, store, chats, num_steps=steps, users=True, measure_every=8)
+        loss, means = loss_of(
+            head, target, store, chats, num_steps=steps, users=True, tv=args.tv, measure_every=MEASURE_EVERY
+        )
         loss.backward()
         workers.mean(parameter.grad for parameter in head.parameters())
         run.optimizer.step(learning_rate(args.learning_rate, done))
@@ -374,10 +394,10 @@ def main() -> None:
     workers = Workers()
     if workers.rank == 0:
         sample(target, args.work / "text", args, prompts=given, num_tokens=args.tokens)
-        sample(target, args.work / "prompts", args, prompts=demo.chats(), num_tokens=math.inf)
+        sample(target, args.work / "prompts", args, prompts=demo.chats())
     workers.wait()
     config = target.model.config
-    store = ChatStore(args.work / "text", config.hidden_size)
+    store = ChatStore(args.work / "text")
     split = Split.of(store, args.seed)
     checkpoint = args.work / "checkpoint.pt"
     state = torch.load(checkpoint, weights_only=True, map_location=target.device) if checkpoint.exists() else None
@@ -395,7 +415,7 @@ def main() -> None:
     train(run, target, store, split, args=args, workers=workers)
     if workers.rank:
         return
-    prompts = ChatStore(args.work / "prompts", config.hidden_size)
+    prompts = ChatStore(args.work / "prompts")
     measured = {
         "target": args.target.name,
         "layers": list(target.layers),

@@ -46,7 +46,7 @@ def test_a_head_is_trained_continued_and_written_as_published(tmp_path):
     assert second["visited_tokens"] > first["visited_tokens"]
     assert text == {path: path.stat().st_mtime_ns for path in (tmp_path / "work" / "text").iterdir()}
     assert second["prompts"][1]["accepted"][0] > 0.2, "least squares alone reach this"
-    chats = ChatStore(tmp_path / "work" / "text", load_config(tmp_path)["hidden_size"])
+    chats = ChatStore(tmp_path / "work" / "text")
     assert max(len(chats.answer_ids(chat)) for chat in range(len(chats))) <= 60
     tensors = load_file(tmp_path / "model.safetensors")
     config = load_config(tmp_path)
