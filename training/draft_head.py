@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 
@@ -148,6 +148,17 @@ class DraftHead(nn.Module):
             for j in range(1, last + 1):
                 mixed = mixed + weights[..., length + j - 1, None] * _delayed(values[j], last - j)[:, :, None]
         return mixed.permute(0, 3, 1, 2, 4).reshape(batch, length, -1)
+
+    @classmethod
+    def load(cls, folder: Path) -> DraftHead:
+        """A head that `save` wrote, in float32."""
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        tensors = load_file(folder / "model.safetensors")
+        offsets = tensors.pop("d2t")
+        head = cls(config, offsets + torch.arange(len(offsets)))
+        del tensors["t2d"]
+        head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()} | {"scale": head.scale})
+        return head
 
     def save(self, folder: Path, vocabulary: int) -> None:
         """Write config.json and model.safetensors (bfloat16, `d2t` as offsets) as published heads have them."""

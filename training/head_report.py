@@ -28,8 +28,8 @@ EAGLE-3 format (arXiv 2503.01840): reads the inputs of layers {layers}; one deco
 ```
 
 Text: {training_tokens:,} tokens that the target wrote itself, {training_chats:,} chats for training and {held_out_chats} held out (user
-turns too; answers at temperatures 0 and 1, half each). Weights by least squares, then {steps} steps over {visited_tokens:,} positions on
-{processor}: KL(target || draft) over the draft vocabulary, 1, 2, then {unrolled} unrolled steps.
+turns too; answers at temperatures 0 and 1, half each). Weights {start}, then {steps} steps over {visited_tokens:,} positions on
+{processor}: {loss} over the draft vocabulary, {unrolled} unrolled steps.
 
 ## Acceptance
 

@@ -123,6 +123,12 @@ def arguments() -> argparse.Namespace:
         default=None,
         help='JSON lines {"text": user turn} to answer first; then the target goes on with turns that begin like these',
     )
+    parser.add_argument(
+        "--from-head",
+        type=Path,
+        default=None,
+        help="folder of a head to go on from, at all unrolled steps; default: least squares",
+    )
     parser.add_argument("--epochs", type=float, default=4.0)
     parser.add_argument("--minutes", type=float, default=None, help="end training after this time instead")
     parser.add_argument("--batch-tokens", type=int, default=3000)
@@ -232,6 +238,16 @@ def initialise(head: DraftHead, target: Target, store: ChatStore, split: Split, 
                 return
 
     warm_start(head, samples, norm=norm, num_steps=min(3, args.unrolled))
+
+
+@torch.no_grad()
+def rescale(head: DraftHead, target: Target, store: ChatStore, split: Split, args: argparse.Namespace) -> None:
+    """Take the sizes of the states' components out of fc again, of which the file holds the product: updates treat columns alike."""
+    batch = store.batch(next(store.batches(split.training, args.batch_tokens, random.Random(args.seed))), users=True)
+    states, _ = target.run(batch.ids.to(target.device))
+    scale = states[batch.wanted.to(target.device)].pow(2).mean(0).sqrt().clamp(min=1e-6)
+    head.fc.weight.mul_(scale)
+    head.scale.copy_(scale)
 
 
 def loss_of(
@@ -345,7 +361,7 @@ def train(
         done = workers.first(budget.progress())
         if done >= 1:
             break
-        steps = unrolled_steps(done, args.unrolled)
+        steps = args.unrolled if args.from_head else unrolled_steps(done, args.unrolled)
         loss, means = loss_of(
             head, target, store, chats, num_steps=steps, users=True, tv=args.tv, measure_every=MEASURE_EVERY
         )
@@ -401,15 +417,25 @@ def main() -> None:
     split = Split.of(store, args.seed)
     checkpoint = args.work / "checkpoint.pt"
     state = torch.load(checkpoint, weights_only=True, map_location=target.device) if checkpoint.exists() else None
-    ids = (
-        state["draft_ids"]
-        if state
-        else draft_vocabulary(store, split.training, args.draft_vocabulary, config.vocab_size)
-    )
-    head = DraftHead(head_config(config, len(ids), target.layers), ids).to(target.device)
+    if args.from_head:
+        head = DraftHead.load(args.from_head)
+        if tuple(head.config["eagle_aux_hidden_state_layer_ids"]) != target.layers:
+            raise SystemExit(
+                f"--from-head: this head reads layers {head.config['eagle_aux_hidden_state_layer_ids']}; name them by --layers"
+            )
+    else:
+        ids = (
+            state["draft_ids"]
+            if state
+            else draft_vocabulary(store, split.training, args.draft_vocabulary, config.vocab_size)
+        )
+        head = DraftHead(head_config(config, len(ids), target.layers), ids)
+    head = head.to(target.device)
     run = Run(head, Muon(head.parameters()), Progress("head"))
     if state:
         run.load(state)
+    elif args.from_head:
+        rescale(head, target, store, split, args)
     else:
         initialise(head, target, store, split, args)
     train(run, target, store, split, args=args, workers=workers)
@@ -420,7 +446,7 @@ def main() -> None:
         "target": args.target.name,
         "layers": list(target.layers),
         "parameters": sum(p.numel() for p in head.parameters()),
-        "vocabulary": len(ids),
+        "vocabulary": len(head.draft_ids),
         "command": command(workers),
         "training_tokens": store.num_tokens,
         "training_chats": len(split.training),
@@ -428,7 +454,9 @@ def main() -> None:
         "prompt_chats": len(prompts),
         "steps": run.steps,
         "visited_tokens": run.visited,
-        "unrolled": args.unrolled,
+        "start": "of another head" if args.from_head else "by least squares",
+        "loss": "KL(target || draft)" + (f" + {args.tv:g} (1 - sum min(target, draft))" if args.tv else ""),
+        "unrolled": args.unrolled if args.from_head else f"1, 2, then {args.unrolled}",
         "processor": torch.cuda.get_device_name() if args.device == "cuda" else processor_name(),
         "held_out": acceptance(
             head, partial(loss_of, head, target, store, num_steps=STEPS, users=False), store, split.held_out

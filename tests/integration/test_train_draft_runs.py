@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +20,10 @@ pytest.importorskip("tqdm")
 FLAGS = "--tokens 3000 --slots 16 --batch-tokens 1000 --draft-vocabulary 512 --unrolled 2 --device cpu --threads 1 --answer-tokens 60"
 
 
-def train(folder: Path, epochs: float) -> dict[str, float]:
+def train(folder: Path, epochs: float, *more: str) -> dict[str, float]:
     command = [sys.executable, "-m", "rootward.cli", "train-draft", str(demo.paths().target), "--out", str(folder)]
     done = subprocess.run(
-        [*command, *FLAGS.split(), "--epochs", str(epochs)],
+        [*command, *FLAGS.split(), "--epochs", str(epochs), *more],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -53,5 +54,11 @@ def test_a_head_is_trained_continued_and_written_as_published(tmp_path):
     assert tensors["fc.weight"].shape == (config["hidden_size"], 3 * config["hidden_size"])
     ids = tensors["d2t"] + torch.arange(512)
     assert tensors["t2d"].nonzero()[:, 0].tolist() == ids.tolist()
+    for part in ("text", "prompts"):
+        shutil.copytree(tmp_path / "work" / part, tmp_path / "next" / "work" / part)
+    third = train(tmp_path / "next", 0.2, "--from-head", str(tmp_path), "--tv", "2")
+    assert third["steps"] < first["steps"]
+    accepted = [sum(row["accepted"][0] for row in run["prompts"]) for run in (second, third)]
+    assert accepted[1] > accepted[0] - 0.05, "goes on from that head, not from least squares"
     assert (tmp_path / "loss.png").stat().st_size > 0
     assert "chain of 4" in (tmp_path / "README.md").read_text(encoding="utf-8")

@@ -2,6 +2,8 @@
 published.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional
@@ -85,3 +87,17 @@ def test_loss_has_the_value_and_gradient_of_its_formula(tv: float) -> None:
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradient, expected_gradient)
     torch.testing.assert_close(means[0, 1], overlap[0][weights[0] > 0].mean())
+
+
+def test_a_saved_head_is_read_back_with_its_inputs_scaled(head: DraftHead, tmp_path: Path) -> None:
+    head.scale.uniform_(0.5, 2.0)
+    head.save(tmp_path, vocabulary=9)
+    read = DraftHead.load(tmp_path)
+    assert read.draft_ids.tolist() == [1, 4, 7]
+    states, embeddings = torch.randn(1, LENGTH, 3 * HIDDEN), torch.randn(1, LENGTH, HIDDEN)
+    wanted = torch.ones(1, LENGTH, dtype=torch.bool)
+    with torch.no_grad():
+        ours, theirs = (
+            torch.stack(list(one.unroll(states, embeddings, wanted, 2))) for one in (head.bfloat16().float(), read)
+        )
+    assert (ours - theirs).norm() / ours.norm() < 0.02, "weights are stored in bfloat16"
