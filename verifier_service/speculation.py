@@ -274,7 +274,7 @@ class SpeculationController:
         one.target_nodes = best
         one.max_nodes = max(best, max(allowed[1:], key=lambda n: committed[n] / step_s[n]))
         if one.active and one.num_plans >= one.next_probe:
-            probed = min(allowed[-1], self._probed(one, best))
+            probed = min(allowed[-1], self._probed(one, best, allowed[-1]))
             # plain decoding is looked at in any case: it is fast where drafters take the time of the target's machine
             if not probed:
                 one.target_nodes = one.max_nodes = 0  # of all sessions: the step has to be a plain one
@@ -282,13 +282,15 @@ class SpeculationController:
                 one.probe_nodes = probed
 
     @staticmethod
-    def _probed(one: Statistics, best: int) -> int:
-        """The size of a round that is tried so that what is known of it stays current: COARSE ones, then neighbours, 0 and COARSE ones."""
-        first, num = 2 * (len(COARSE) - 1), one.num_probes
+    def _probed(one: Statistics, best: int, most: int) -> int:
+        """The size of a round that is tried so that what is known of it stays current: COARSE ones, then neighbours, 0 and COARSE ones.
+        Those above `most` would all be `most`."""
+        coarse = [nodes for nodes in COARSE if nodes <= most]
+        first, num = 2 * (len(coarse) - 1), one.num_probes
         one.num_probes += 1
         if num < first:
-            return COARSE[1 + num // 2]
+            return coarse[1 + num // 2]
         one.next_probe = one.num_plans + min(PROBE_EVERY, max(8, one.num_plans // 4))
         at, turn = bisect_left(SIZES, best), (num - first) // 4
-        others = SIZES[min(at + 1, len(SIZES) - 1)], 0, SIZES[at - 1], COARSE[turn % len(COARSE)]
+        others = SIZES[min(at + 1, len(SIZES) - 1)], 0, SIZES[at - 1], coarse[turn % len(coarse)]
         return others[num % 4]

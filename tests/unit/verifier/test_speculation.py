@@ -24,6 +24,7 @@ def rounds(
     num: int,
     *,
     accepted: int,
+    most: int = 64,
     step_s: float = 0.05,
     wait: float = 0.0,
     sessions: int = 1,
@@ -31,8 +32,8 @@ def rounds(
     """Rounds of which the first `accepted` nodes are accepted; returns their sizes."""
     sizes = []
     for _ in range(num):
-        controller.plan({one: sessions}, most=64)
-        nodes, _ = one.begin_round(1, 64)
+        controller.plan({one: sessions}, most=most)
+        nodes, _ = one.begin_round(1, most)
         path = tuple(range(1, min(accepted, nodes) + 1))
         one.add(1, RoundResult(nodes, nodes, path, wait if nodes else 0.0))
         controller.step_time.add(sessions * (nodes + 1), step_s, plain=not nodes)
@@ -174,6 +175,16 @@ def test_one_session_of_many_tries_another_size() -> None:
         assert sizes[1:] == [sizes[1]] * 3
         alone += sizes[0] != sizes[1]
     assert alone
+
+
+@pytest.mark.parametrize(("most", "tried"), [(16, [2, 2, 5, 5, 7, 7, 15, 15]), (6, [2, 2, 5, 5]), (1, [])])
+def test_sizes_that_a_round_cannot_have_are_not_tried_by_its_largest(most: int, tried: list[int]) -> None:
+    controller = SpeculationController(StepTime({rows: 1.0 + 0.01 * rows for rows in FLAT}))
+    one = controller.of("text")
+    sizes = rounds(controller, one, len(tried) + 4, accepted=4, step_s=1.1, most=most)
+    assert sizes[: len(tried)] == tried
+    assert set(sizes[len(tried) :]) <= set(range(most + 1))
+    assert one.num_probes <= len(tried) + 1
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.floats(1e-4, 10.0)), min_size=1, max_size=60))
