@@ -207,7 +207,8 @@ def sample(
             break
     if waiting:
         flush()
-    finished.touch()
+    if answers_only or budget.progress() >= 1:  # otherwise the number of tokens tells; a larger one adds text
+        finished.touch()
     progress.close()
 
 
