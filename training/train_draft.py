@@ -353,7 +353,7 @@ def train(
         torch.set_float32_matmul_precision("medium")  # the head's float32 matrices too: bfloat16 on CPUs, TF32 on GPUs
     head, progress, checkpoint = run.head, run.progress, args.work / "checkpoint.pt"
     epoch_steps = len(list(store.batches(split.training, args.batch_tokens, random.Random(0)))) // workers.count
-    total = None if args.minutes else int(args.epochs * epoch_steps)
+    total = None if args.minutes else max(1, int(args.epochs * epoch_steps))
     budget = Budget(args.minutes or math.inf, total, seconds_done=run.seconds, steps_done=run.steps)
     with torch.no_grad():
         workers.mean([*head.parameters(), head.scale])  # the same bits for all
