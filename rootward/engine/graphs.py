@@ -182,9 +182,11 @@ class Graphs:
         try:
             self._recorded[bucket] = self._recording(static, bucket, reduction)
         except RuntimeError as wrong:
-            # the end of a recording that failed raises an error of its own, which says nothing
-            log.warning("steps are not recorded: %s", first_line(wrong.__context__ or wrong))
-            self._refused.add(bucket if isinstance(wrong, torch.OutOfMemoryError) else bucket.kind)
+            cause = (
+                wrong.__context__ or wrong
+            )  # the end of a recording that failed raises an error of its own, which says nothing
+            log.warning("steps are not recorded: %s", first_line(cause))
+            self._refused.add(bucket if isinstance(cause, torch.OutOfMemoryError) else bucket.kind)
         return bucket in self._recorded
 
     def _make_room(self) -> bool:

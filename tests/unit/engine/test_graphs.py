@@ -177,7 +177,10 @@ def test_recordings_change_places_seldom(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 4 <= len(replays.buffers) <= 9
 
 
-def test_where_memory_does_not_suffice_only_this_bucket_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("end_fails", [False, True])
+def test_where_memory_does_not_suffice_only_this_bucket_is_refused(
+    end_fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replays = Replays()
     model, rng = model_of("llama", replays), np.random.default_rng(2)
     slot, recorded = model.open(), model._pass.graphs
@@ -186,7 +189,11 @@ def test_where_memory_does_not_suffice_only_this_bucket_is_refused(monkeypatch: 
     def full(run: Run) -> Run:
         nonlocal asked
         asked += 1
-        raise torch.OutOfMemoryError("no room")
+        try:
+            raise torch.OutOfMemoryError("no room")
+        finally:
+            if end_fails:  # as the end of torch's recording does
+                raise RuntimeError("the recording is invalid")
 
     for capture, rows in ((full, 1), (replays, 2), (replays, 1)):
         monkeypatch.setattr(recorded, "_capture", capture)
@@ -205,9 +212,12 @@ def test_buckets_are_powers_of_two() -> None:
         assert bucket_of(entries[2:]) == Extents(1, 1, 16, 32)
 
 
-def test_what_cannot_be_recorded_runs_as_before() -> None:
+def test_what_cannot_be_recorded_runs_as_before(caplog: pytest.LogCaptureFixture) -> None:
     def broken(run: Run) -> Run:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        finally:
+            raise RuntimeError("the recording is invalid")
 
     model = model_of("llama", None)
     plain = session(model_of("llama", None))
@@ -215,6 +225,7 @@ def test_what_cannot_be_recorded_runs_as_before() -> None:
     for ours, theirs in zip(session(model), plain, strict=True):
         torch.testing.assert_close(ours, theirs)
     assert len(model._pass.graphs) == 0
+    assert "operation not permitted" in caplog.text
 
 
 # -- nothing in a step reads the device: it runs on tensors that have no data -------------------------------------------
