@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from training.chats import Chat
 
@@ -44,12 +45,13 @@ class ChatStore:
         self._chats: list[Chat] = []
         self._keys: list[str] = []
         for path in sorted(folder.glob("*.safetensors")):
-            file = load_file(path)
-            ends = file["ends"].tolist()
+            with safe_open(path, framework="pt") as file:  # files of earlier versions hold hidden states too
+                ids = file.get_tensor("ids")
+                columns = ("ends", "user_start", "answer_start", "temperature")
+                ends, *facts = (file.get_tensor(name).tolist() for name in columns)
             starts = [0, *ends[:-1]]
-            facts = (file[name].tolist() for name in ("user_start", "answer_start", "temperature"))
             for start, end, user_start, answer_start, temperature in zip(starts, ends, *facts, strict=True):
-                self._chats.append(Chat(file["ids"][start:end], user_start, answer_start, temperature))
+                self._chats.append(Chat(ids[start:end], user_start, answer_start, temperature))
                 self._keys.append(f"{path.stem}/{start}")
 
     def __len__(self) -> int:

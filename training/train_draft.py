@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import distributed
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -31,6 +32,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rootward import demo
 from rootward.engine.checkpoint import cpu_dtype
+from rootward.errors import first_line
 from training.budget import Budget, learning_rate
 from training.chat_store import ChatStore, write_chunk
 from training.chats import Chat, ChatSampler
@@ -127,7 +129,7 @@ def arguments() -> argparse.Namespace:
         "--from-head",
         type=Path,
         default=None,
-        help="folder of a head to go on from, at all unrolled steps; default: least squares",
+        help="folder of a head of this command to go on from, with its draft vocabulary, at all unrolled steps; default: least squares",
     )
     parser.add_argument("--epochs", type=float, default=4.0)
     parser.add_argument("--minutes", type=float, default=None, help="end training after this time instead")
@@ -239,6 +241,19 @@ def initialise(head: DraftHead, target: Target, store: ChatStore, split: Split, 
                 return
 
     warm_start(head, samples, norm=norm, num_steps=min(3, args.unrolled))
+
+
+def load_head(folder: Path, hidden_size: int) -> DraftHead:
+    """The head to go on from; SystemExit if it cannot be one."""
+    try:
+        head = DraftHead.load(folder)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise SystemExit(f"--from-head: {folder} has no head that train-draft wrote ({first_line(error)})") from None
+    if head.config["target_hidden_size"] != hidden_size:
+        raise SystemExit(
+            f"--from-head: this head is for targets of hidden size {head.config['target_hidden_size']}, this one has {hidden_size}"
+        )
+    return head
 
 
 @torch.no_grad()
@@ -419,7 +434,7 @@ def main() -> None:
     checkpoint = args.work / "checkpoint.pt"
     state = torch.load(checkpoint, weights_only=True, map_location=target.device) if checkpoint.exists() else None
     if args.from_head:
-        head = DraftHead.load(args.from_head)
+        head = load_head(args.from_head, config.hidden_size)
         if tuple(head.config["eagle_aux_hidden_state_layer_ids"]) != target.layers:
             raise SystemExit(
                 f"--from-head: this head reads layers {head.config['eagle_aux_hidden_state_layer_ids']}; name them by --layers"

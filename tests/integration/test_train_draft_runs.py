@@ -56,8 +56,9 @@ def test_a_head_is_trained_continued_and_written_as_published(tmp_path):
     assert tensors["t2d"].nonzero()[:, 0].tolist() == ids.tolist()
     for part in ("text", "prompts"):
         shutil.copytree(tmp_path / "work" / part, tmp_path / "next" / "work" / part)
-    third = train(tmp_path / "next", 0.2, "--from-head", str(tmp_path), "--tv", "2")
+    third = train(tmp_path / "next", 0.2, "--from-head", str(tmp_path), "--tv", "2", "--tokens", "4000")
     assert third["steps"] < first["steps"]
+    assert len(ChatStore(tmp_path / "next" / "work" / "text")) > len(chats), "more tokens add text"
     accepted = [sum(row["accepted"][0] for row in run["prompts"]) for run in (second, third)]
     assert accepted[1] > accepted[0] - 0.05, "goes on from that head, not from least squares"
     assert (tmp_path / "loss.png").stat().st_size > 0

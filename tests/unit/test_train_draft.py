@@ -101,3 +101,20 @@ def test_a_saved_head_is_read_back_with_its_inputs_scaled(head: DraftHead, tmp_p
             torch.stack(list(one.unroll(states, embeddings, wanted, 2))) for one in (head.bfloat16().float(), read)
         )
     assert (ours - theirs).norm() / ours.norm() < 0.02, "weights are stored in bfloat16"
+
+
+def test_a_head_that_cannot_be_gone_on_from_is_refused(head: DraftHead, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tqdm")
+    from training.train_draft import load_head
+
+    with pytest.raises(SystemExit, match="--from-head"):
+        load_head(tmp_path, HIDDEN)
+    head.config["target_hidden_size"] = HIDDEN
+    head.save(tmp_path, vocabulary=9)
+    assert load_head(tmp_path, HIDDEN).draft_ids.tolist() == [1, 4, 7]
+    with pytest.raises(SystemExit, match="hidden size 16, this one has 32"):
+        load_head(tmp_path, 32)
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(SystemExit, match="no head"):
+        load_head(tmp_path, HIDDEN)
