@@ -140,7 +140,7 @@ def arguments() -> argparse.Namespace:
         "--tv",
         type=float,
         default=0.0,
-        help="weight of 1 - sum min(p, q), the share of draft tokens that is rejected, beside KL",
+        help="weight of the total variation distance 1 - sum min(p, q), the probability that a draft token is rejected, beside KL",
     )
     parser.add_argument("--draft-vocabulary", type=int, default=8192)
     parser.add_argument(

@@ -103,7 +103,7 @@ def test_a_saved_head_is_read_back_with_its_inputs_scaled(head: DraftHead, tmp_p
     assert (ours - theirs).norm() / ours.norm() < 0.02, "weights are stored in bfloat16"
 
 
-def test_a_head_that_cannot_be_gone_on_from_is_refused(head: DraftHead, tmp_path: Path) -> None:
+def test_unreadable_or_unfit_start_heads_are_refused(head: DraftHead, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("tqdm")
     from training.train_draft import load_head

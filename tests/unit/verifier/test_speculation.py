@@ -178,7 +178,7 @@ def test_one_session_of_many_tries_another_size() -> None:
 
 
 @pytest.mark.parametrize(("most", "tried"), [(16, [2, 2, 5, 5, 7, 7, 15, 15]), (6, [2, 2, 5, 5]), (1, [])])
-def test_sizes_that_a_round_cannot_have_are_not_tried_by_its_largest(most: int, tried: list[int]) -> None:
+def test_coarse_sizes_above_the_limit_are_skipped(most: int, tried: list[int]) -> None:
     controller = SpeculationController(StepTime({rows: 1.0 + 0.01 * rows for rows in FLAT}))
     one = controller.of("text")
     sizes = rounds(controller, one, len(tried) + 4, accepted=4, step_s=1.1, most=most)
