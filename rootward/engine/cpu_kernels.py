@@ -17,9 +17,10 @@ import ctypes
 import logging
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, files
@@ -44,12 +45,18 @@ from rootward.engine.cpu_tiles import (
     AMX_VALUES,
     CACHE_LINE,
     CHUNK,
+    COMPACT_BLOCK,
+    COMPACT_CODES,
+    COMPACT_PAIRS,
+    COMPACT_START,
     DOT_KEYS,
     DOT_ROWS,
     GROUP,
     LANES,
     LINEAR_ROWS,
     LINEAR_STEPS,
+    NO_PLACE,
+    NUM_EXPONENTS,
     PREFETCH_BYTES,
     SUM_ROWS,
     amx_add,
@@ -60,6 +67,7 @@ from rootward.engine.cpu_tiles import (
     column_max_tile,
     configure_amx,
     dot_tile,
+    expand_tile,
     linear_tile,
     pairs_tile,
     release_amx,
@@ -73,7 +81,11 @@ log = logging.getLogger(__name__)
 
 # Gain in speed from which on products of bfloat16 are used. They round the inputs of layers, which products in float32 do not.
 LEAST_DOT_GAIN = 1.15
+LEAST_COMPACT_GAIN = 1.05  # the same of weights in 12 bits
 SERVED = (torch.float32, torch.bfloat16)
+MOST_OTHERS = (
+    512  # of so many weights one may have an exponent without a code; of trained ones, one in ten thousand has
+)
 # Linux on x86-64 (arch/x86/include/uapi/asm/prctl.h)
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
 # The folder of compiled kernels is named by all of their sources: numba itself compares the file of each kernel only
@@ -316,24 +328,24 @@ def _softmax(score: Any, num: int, sink: float) -> None:
 
 
 @part
-def _linear_rows(num, x, n, weight, g, k, steps, ahead, pace, out, m, o):
+def _linear_rows(num, x, n, j, weight, g, k, steps, prefetched, pace, out, m, o):
     """`linear_tile` of a number of rows that is known only now."""
     if num >= 8:
-        linear_tile(8, x, n, weight, g, k, steps, ahead, pace, out, m, o)
+        linear_tile(8, x, n, j, weight, g, k, steps, prefetched, pace, out, m, o)
     elif num == 7:
-        linear_tile(7, x, n, weight, g, k, steps, ahead, pace, out, m, o)
+        linear_tile(7, x, n, j, weight, g, k, steps, prefetched, pace, out, m, o)
     elif num == 6:
-        linear_tile(6, x, n, weight, g, k, steps, ahead, pace, out, m, o)
+        linear_tile(6, x, n, j, weight, g, k, steps, prefetched, pace, out, m, o)
     elif num == 5:
-        linear_tile(5, x, n, weight, g, k, steps, ahead, pace, out, m, o)
+        linear_tile(5, x, n, j, weight, g, k, steps, prefetched, pace, out, m, o)
     elif num == 4:
-        linear_tile(4, x, n, weight, g, k, steps, ahead, pace, out, m, o)
+        linear_tile(4, x, n, j, weight, g, k, steps, prefetched, pace, out, m, o)
     elif num == 3:
-        linear_tile(3, x, n, weight, g, k, steps, ahead, pace, out, m, o)
+        linear_tile(3, x, n, j, weight, g, k, steps, prefetched, pace, out, m, o)
     elif num == 2:
-        linear_tile(2, x, n, weight, g, k, steps, ahead, pace, out, m, o)
+        linear_tile(2, x, n, j, weight, g, k, steps, prefetched, pace, out, m, o)
     else:
-        linear_tile(1, x, n, weight, g, k, steps, ahead, pace, out, m, o)
+        linear_tile(1, x, n, j, weight, g, k, steps, prefetched, pace, out, m, o)
 
 
 @part
@@ -379,38 +391,87 @@ def linear(x: Any, weight: Any, bias: Any, out: Any, threads: int) -> None:
 
     More rows than a tile has take their weights in parts that stay in the cache for all tiles; each tile asks for a share of the next
     part, so that the memory is busy all the time. So many threads take the groups of outputs, `threads` >= 1."""
+    num, num_out = out.shape
     shares = _shares_of_threads(len(weight), threads)
     for thread in numba.prange(threads):
+        # Allocated once a thread: a group may take only microseconds
+        spare = np.empty((num if num_out % GROUP else 0, GROUP), np.float32)
+        words = _aligned_words(LINEAR_STEPS if num > LINEAR_ROWS else 0)
         while True:
             g = _next_item(shares, thread)
             if g < 0:
                 break
-            _linear_group(x, weight, bias, g, out)
+            _linear_group(x, weight, bias, g, out, spare, words)
 
 
 @part
-def _linear_group(x, weight, bias, g, out):
-    """`linear` of the outputs g · GROUP to (g + 1) · GROUP."""
+def _aligned_words(steps):
+    """int32[1, steps, GROUP] that begins with a cache line: a vector over two of them takes longer."""
+    memory = np.empty(steps * GROUP + CACHE_LINE // 4, np.int32)
+    first = -(np.int64(memory.ctypes.data) // 4) % (CACHE_LINE // 4)
+    return memory[first : first + steps * GROUP].reshape(1, steps, GROUP)
+
+
+@part
+def _linear_group(x, weight, bias, g, out, spare, words):
+    """`linear` of the outputs g · GROUP to (g + 1) · GROUP.
+
+    Memory for it: spare float32[N, GROUP], if they are not whole; words int32[1, LINEAR_STEPS, GROUP], for decoded weights."""
     num, num_out = out.shape
-    depth, tiles = weight.shape[1], -(-num // LINEAR_ROWS)
-    steps = depth if tiles == 1 else LINEAR_STEPS
     whole = min(GROUP, num_out - g * GROUP)
-    spare = np.empty((num if whole < GROUP else 0, GROUP), np.float32)
     for n in range(num):
         for i in range(whole):
             out[n, g * GROUP + i] = bias[g, i]
         for i in range(GROUP if whole < GROUP else 0):
             spare[n, i] = bias[g, i]
     target, column = (out, g * GROUP) if whole == GROUP else (spare, 0)
-    for k in range(0, depth, steps):
-        for tile in range(tiles):
-            n = tile * LINEAR_ROWS
-            rows, here = min(LINEAR_ROWS, num - n), min(steps, depth - k)
-            ahead = PREFETCH_BYTES if tiles == 1 else 4 * GROUP * (steps + steps * tile // tiles)
-            _linear_rows(rows, x, n, weight, g, k, here, ahead, 4 * GROUP // tiles, target, n, column)
+    add_products(x, weight, g, target, column, words)
     for n in range(num if whole < GROUP else 0):
         for i in range(whole):
             out[n, g * GROUP + i] = spare[n, i]
+
+
+def add_products(x, weight, g, out, o, words):
+    """out[n, o + i] += Σ_j x[n, j] · weight[g, j, i] for all rows n and i < GROUP."""
+
+
+@overload(add_products, inline="always")
+def _add_products(x, weight, g, out, o, words):
+    if weight.dtype == numba.uint8:
+        return lambda x, weight, g, out, o, words: _add_products_of_compact(x, weight, g, out, o, words)
+    return lambda x, weight, g, out, o, words: _add_products_of_words(x, weight, g, out, o)
+
+
+@part
+def _add_products_of_words(x, weight, g, out, o):
+    num, depth = len(out), weight.shape[1]
+    tiles = -(-num // LINEAR_ROWS)
+    steps = depth if tiles == 1 else LINEAR_STEPS
+    for k in range(0, depth, steps):
+        here = np.int64(weight.ctypes.data) + 4 * GROUP * (g * depth + k)
+        for tile in range(tiles):
+            n = tile * LINEAR_ROWS
+            rows, num_steps = min(LINEAR_ROWS, num - n), min(steps, depth - k)
+            ahead = PREFETCH_BYTES if tiles == 1 else 4 * GROUP * (steps + steps * tile // tiles)
+            _linear_rows(rows, x, n, k, weight, g, k, num_steps, here + ahead, 4 * GROUP // tiles, out, n, o)
+
+
+@part
+def _add_products_of_compact(x, weight, g, out, o, words):
+    """The same sums as of words. One tile decodes the weights as it goes; for more, parts that stay in the cache are decoded before."""
+    num, depth = x.shape
+    tiles, size = -(-num // LINEAR_ROWS), COMPACT_BLOCK // COMPACT_PAIRS  # bytes of a pair of inputs
+    first = np.int64(weight.ctypes.data) + g * weight.shape[1] + COMPACT_START
+    if tiles == 1:
+        _linear_rows(num, x, 0, 0, weight, g, 0, depth, first + PREFETCH_BYTES, size, out, 0, o)
+    other = COMPACT_START + size * depth
+    for k in range(0, depth if tiles > 1 else 0, LINEAR_STEPS):
+        steps = min(LINEAR_STEPS, depth - k)
+        other = expand_tile(weight, g, k, steps, other, words)
+        for tile in range(tiles):
+            n = tile * LINEAR_ROWS
+            rows, prefetched = min(LINEAR_ROWS, num - n), first + size * (k + steps + steps * tile // tiles)
+            _linear_rows(rows, x, n, k, words, 0, 0, steps, prefetched, size // tiles, out, n, o)
 
 
 @part
@@ -932,38 +993,69 @@ def bf16_arithmetic() -> Arithmetic:
 def has_fast_bf16_dot() -> bool:
     """Whether products of bfloat16 inputs and weights by `vdpbf16ps` are faster here than those in float32.
 
-    Measured once per machine and kept beside the compiled kernels: processes that take sessions over from one another must agree, because
-    the two differ in the last bits. On AMD EPYCs of Zen 4 and Zen 5 the instruction is 1.8 times as fast, on an Intel Xeon without AMX half
-    as fast."""
+    On AMD EPYCs of Zen 4 and Zen 5 the instruction is 1.8 times as fast, on an Intel Xeon without AMX half as fast."""
     features = get_host_cpu_features()
     if LANES != 16 or not features.get("avx512bf16"):
         return False
-    kept = Path(numba.config.CACHE_DIR) / f"bf16-dot-{get_host_cpu_name()}.txt"
-    try:
-        gain = float(kept.read_text())
-    except (OSError, ValueError):
-        gain = _gain_of_bf16_dot()
-        with suppress(OSError):
-            kept.write_text(f"{gain:.2f}\n")
+    gain = _kept_gain("bf16-dot", _gain_of_bf16_dot)
     fast = gain >= LEAST_DOT_GAIN
     log.info("bfloat16 layers: %s (vdpbf16ps is %.2f times as fast)", "vdpbf16ps" if fast else "float32 products", gain)
     return fast
 
 
+@cache
+def has_fast_compact() -> bool:
+    """Whether layers by `vdpbf16ps` are faster here with weights that are `compact`."""
+    gain = _kept_gain("compact", _gain_of_compact)
+    fast = gain >= LEAST_COMPACT_GAIN
+    log.info("bfloat16 weights: %s bits (12 are %.2f times as fast as 16)", "12" if fast else "16", gain)
+    return fast
+
+
+def _kept_gain(name: str, measure: Callable[[], float]) -> float:
+    """Measured once per machine and kept beside the compiled kernels. Processes that take sessions over from one another must agree on
+    whether inputs are rounded to bfloat16, because the last bits differ."""
+    kept = Path(numba.config.CACHE_DIR) / f"{name}-{get_host_cpu_name()}.txt"
+    try:
+        return float(kept.read_text())
+    except (OSError, ValueError):
+        gain = measure()
+        with suppress(OSError):
+            kept.write_text(f"{gain:.2f}\n")
+        return gain
+
+
 def _gain_of_bf16_dot(rows: int = 16, num_in: int = 576, num_out: int = 1536, repeats: int = 40) -> float:
-    """Time of one layer of 16 rows by float32 products over that by `vdpbf16ps`: each the best of some runs on one thread, in turn.
+    """Time of one layer of 16 rows by float32 products over that by `vdpbf16ps`, on one thread.
 
     Threads would wait for one another where something else runs on the machine."""
     weight, bias = packed(torch.zeros(num_out, num_in, dtype=torch.bfloat16)), packed_bias(None, num_out)
     inputs = np.zeros((rows, num_in), np.float32), np.zeros((rows, num_in // 2), np.int32)
-    out, best = np.empty((rows, num_out), np.float32), [np.inf, np.inf]
-    num_threads = numba.get_num_threads()
-    numba.set_num_threads(1)
+    out = np.empty((rows, num_out), np.float32)
+    return _gain([partial(linear, x, weight, bias, out, 1) for x in inputs], repeats=repeats, threads=1)
+
+
+def _gain_of_compact(num_in: int = 1024, num_out: int = 1 << 16, repeats: int = 10) -> float:
+    """Time of one layer of 128 MiB, which no cache holds, over that with `compact` weights: of one row and of eight, on as many threads as
+    torch has."""
+    words, bias = packed(torch.ones(num_out, num_in, dtype=torch.bfloat16)), packed_bias(None, num_out)
+    threads, gains = torch.get_num_threads(), []
+    for rows in (1, LINEAR_ROWS):
+        x, out = np.zeros((rows, num_in // 2), np.int32), np.empty((rows, num_out), np.float32)
+        both = [partial(linear, x, weight, bias, out, threads) for weight in (words, compact(words))]
+        gains.append(_gain(both, repeats=repeats, threads=threads))
+    return float(np.sqrt(np.prod(gains)))
+
+
+def _gain(ways: Sequence[Callable[[], None]], *, repeats: int, threads: int) -> float:
+    """Time of the first of two ways over that of the second: each the best of some runs, in turn. The first run compiles."""
+    best, num_threads = [np.inf, np.inf], numba.get_num_threads()
+    numba.set_num_threads(threads)
     for repeat in range(repeats + 1):
-        for i, x in enumerate(inputs):
+        for i, run in enumerate(ways):
             begun_s = time.perf_counter()
-            linear(x, weight, bias, out, 1)
-            if repeat:  # the first call compiles
+            run()
+            if repeat:
                 best[i] = min(best[i], time.perf_counter() - begun_s)
     numba.set_num_threads(num_threads)
     return best[0] / best[1]
@@ -976,6 +1068,82 @@ def packed(weight: torch.Tensor) -> Any:
     filled = functional.pad(weight.detach(), (0, odd, 0, -num_out % GROUP))
     words = filled if weight.dtype == torch.float32 else filled.view(torch.int32)
     return words.view(-1, GROUP, words.shape[1]).transpose(1, 2).contiguous().numpy()
+
+
+def compact(words: Any) -> Any:
+    """Weights in bfloat16 that `packed` has put into order, in three quarters of the bytes and as exact (`cpu_tiles`); None: the number of
+    inputs is no multiple of 2 · COMPACT_PAIRS, or more weights than usual have exponents of their own.
+
+    That the exponents of trained weights hold fewer than three bits of information is known: Zhang et al. 2025 (arXiv:2504.11651), who code
+    them in a varying number of bits for GPUs. A fixed number is decoded as fast as it is read from memory."""
+    num_groups, depth, _ = words.shape
+    if depth % COMPACT_PAIRS:
+        return None
+    most = GROUP * 2 * depth // MOST_OTHERS
+    size = COMPACT_START + depth // COMPACT_PAIRS * COMPACT_BLOCK + 4 * (1 + 2 * most)
+    out = torch.empty(num_groups, -(-size // CACHE_LINE) * CACHE_LINE, dtype=torch.uint8).numpy()
+    num_others = np.empty(num_groups, np.int64)
+    _compact_groups(words.view(np.uint16), most, out, num_others)
+    return out if num_others.max() <= most else None
+
+
+@parallel_kernel
+def _compact_groups(halves: Any, most: int, out: Any, num_others: Any) -> None:
+    """halves uint16[groups, pairs of inputs, 2 · GROUP]; num_others int64[groups]: weights that have no code, of which `most` are kept."""
+    for g in numba.prange(len(halves)):
+        num_others[g] = _compact_group(halves, g, most, out)
+
+
+@part
+def _compact_group(halves, g, most, out):
+    depth, width = halves.shape[1:]
+    count = np.zeros(256, np.int64)
+    for k in range(depth):
+        for i in range(width):
+            count[(halves[g, k, i] >> 7) & 255] += 1
+    out[g] = 0
+    code_of = np.full(256, NUM_EXPONENTS, np.uint8)
+    for code in range(NUM_EXPONENTS):
+        exponent = np.argmax(count)
+        count[exponent] = -1
+        code_of[exponent] = code
+        out[g, code], out[g, 16 + code] = (exponent & 1) << 7, exponent >> 1
+    others, first, num = out.view(np.int32), (COMPACT_START + depth // COMPACT_PAIRS * COMPACT_BLOCK) // 4, 0
+    for k in range(depth):
+        block = COMPACT_START + k // COMPACT_PAIRS * COMPACT_BLOCK
+        for i in range(width):
+            bits = halves[g, k, i]
+            code = code_of[(bits >> 7) & 255]
+            if code == NUM_EXPONENTS:
+                if num < most:
+                    others[g, first + 2 * num], others[g, first + 2 * num + 1] = k * width + i, bits
+                num += 1
+                continue
+            number = (
+                k % COMPACT_PAIRS * width + i
+            )  # in the block; two vectors of 2 · LANES numbers share 4 · LANES bytes
+            both, at = number // (4 * LANES), number % (4 * LANES)
+            half, at = at // (2 * LANES), at % (2 * LANES)
+            place = at // 8 * 16 + half * 8 + at % 8
+            out[g, block + both // 2 * 4 * LANES + place] |= code << (4 * (both % 2))
+            out[g, block + COMPACT_CODES + both * 4 * LANES + place] = (bits & 0x7F) | ((bits >> 8) & 0x80)
+    others[g, first + 2 * min(num, most)] = NO_PLACE
+    return num
+
+
+def expanded(weight: Any, num_in: int) -> Any:
+    """The words that `compact` was given, for a number of inputs."""
+    words = torch.empty(len(weight), num_in // 2, GROUP, dtype=torch.int32).numpy()
+    _expand_groups(weight, words)
+    return words
+
+
+@parallel_kernel
+def _expand_groups(weight: Any, words: Any) -> None:
+    """words int32[groups, pairs of inputs, GROUP]."""
+    for g in numba.prange(len(weight)):
+        depth = words.shape[1]
+        expand_tile(weight, g, 0, depth, COMPACT_START + depth // COMPACT_PAIRS * COMPACT_BLOCK, words[g])
 
 
 def packed_bias(bias: torch.Tensor | None, num_out: int) -> Any:

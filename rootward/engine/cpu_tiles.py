@@ -8,6 +8,13 @@ Types T are float32 and bfloat16; numba does not know the second, which comes as
 first. Weights in pairs become float32 in registers where the inputs of a layer are float32; inputs in pairs are multiplied as they are, by
 the instruction `vdpbf16ps`, or by `tdpbf16ps` of Intel's matrix extension AMX, whose registers hold 16 rows of 64 bytes.
 `cpu_kernels.bf16_arithmetic` says which is the fastest.
+
+Compact weights are bfloat16 in 12 bits, as uint8[groups, bytes]. Nearly all weights of a group of outputs have one of 16 exponents, so a
+weight is its sign, its 7 bits of mantissa and a code of 4 bits for the exponent. A group: two tables of 16 bytes, by code the lower and the
+upper byte of a bfloat16 that has this exponent; from byte COMPACT_START blocks of COMPACT_PAIRS pairs of inputs; then the weights that have
+another exponent, each as two int32, its place in uint16[I / 2, 2 · GROUP] and its bits, by increasing place, and the place NO_PLACE. The
+vectors of a block, three for each pair, are decoded two at a time: a block begins with a vector of codes for every four of them, then has
+one of signs and mantissas for every two.
 """
 
 # mypy: disable-error-code="no-untyped-call,no-untyped-def,untyped-decorator,misc,no-any-return"
@@ -21,7 +28,7 @@ from typing import Any
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
 from numba import types
-from numba.core.cgutils import alloca_once_value, get_or_insert_function, unpack_tuple
+from numba.core.cgutils import alloca_once, alloca_once_value, get_or_insert_function, unpack_tuple
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
@@ -35,6 +42,12 @@ else:
 LINEAR_VECTORS, SUM_VECTORS, DOT_KEYS = 3, 2, 4
 LINEAR_STEPS = 64  # of a part of the weights that tiles of a step with many rows share
 GROUP = LANES * LINEAR_VECTORS  # outputs of a linear layer that lie side by side
+COMPACT_PAIRS = 4  # pairs of inputs in a block of compact weights, which needs vectors of 64 bytes
+COMPACT_START = 64  # bytes before the first block of a group
+COMPACT_CODES = COMPACT_PAIRS * GROUP  # bytes of codes in a block; twice as many of signs and mantissas follow
+COMPACT_BLOCK = 3 * COMPACT_CODES
+NUM_EXPONENTS = 16  # that have a code
+NO_PLACE = (1 << 31) - 1
 AMX_ROWS = 16  # of a matrix register
 AMX_PAIRS = 16  # pairs of bfloat16 in a row of a matrix register
 AMX_KEYS = 2 * AMX_PAIRS  # that one product of weights and values adds up; also the dimensions of a block of values
@@ -50,6 +63,7 @@ PREFETCH_CELLS = 16  # the same for keys and values, most of which lie in the or
 
 BYTE, HALF, INT, LONG, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 HALVES, INTS, FLOATS = (ir.VectorType(kind, LANES) for kind in (HALF, INT, FLOAT))
+BYTES = ir.VectorType(BYTE, 4 * LANES)
 SIXTEEN, LOWER, UPPER = (ir.Constant(INTS, [number] * LANES) for number in (16, 0xFFFF, 0xFFFF0000))
 Value = Any  # of LLVM
 
@@ -188,10 +202,11 @@ class Code:
         found = step(k, total)
         following = builder.add(k, LONG(1))
         k.add_incoming(LONG(0), before)
-        k.add_incoming(following, body)
+        last = builder.block  # `step` may have appended some
+        k.add_incoming(following, last)
         for place, phi in total.items():
             phi.add_incoming(first[place], before)
-            phi.add_incoming(found[place], body)
+            phi.add_incoming(found[place], last)
         builder.cbranch(builder.icmp_signed("<", following, num), body, after)
         builder.position_at_end(after)
         return found
@@ -211,26 +226,25 @@ def _typed(generate: Callable[[Code, int], None], names: str, *kinds: Any) -> An
 
 
 @intrinsic(prefer_literal=True)
-def linear_tile(context, rows, x, n, weight, g, k, num, ahead, pace, out, m, o):
-    """out[m + r, o + i] += Σ_j x[n + r, j] · weight[g, j, i] over the inputs j of weight[g, k : k + num >= 1], r < rows and i < GROUP.
+def linear_tile(context, rows, x, n, j, weight, g, k, num, prefetched, pace, out, m, o):
+    """out[m + r, o + i] += Σ_s x[n + r, j + s] · weight[g, k + s, i] over 0 <= s < num, num >= 1, for r < rows and i < GROUP.
 
-    out float32; x and weight float32, x float32 and weight pairs, or both pairs. Meanwhile weights are prefetched that lie `ahead` bytes
-    further on, and `pace` bytes more after each k."""
-    return _typed(
-        _linear, "rows x n weight g k num ahead pace out m o", rows, x, n, weight, g, k, num, ahead, pace, out, m, o
-    )
+    out float32; x and weight float32, x float32 and weight pairs, or both pairs; or x pairs and weight compact, with k = 0 and all inputs.
+    Meanwhile weights are prefetched from the address `prefetched` on, and from `pace` bytes further on after each k."""
+    names = "rows x n j weight g k num prefetched pace out m o"
+    generate = _linear_compact if weight.dtype == types.uint8 else _linear
+    return _typed(generate, names, rows, x, n, j, weight, g, k, num, prefetched, pace, out, m, o)
 
 
 def _linear(code: Code, rows: int) -> None:
     builder, vectors, step = code.builder, range(LINEAR_VECTORS), 4 * LANES
-    tile = [(row, vector) for row in range(rows) for vector in vectors]
     weight_pairs, input_pairs = (code.kind[name].dtype == types.int32 for name in ("weight", "x"))
     inputs_of_step = (
         2 if weight_pairs and not input_pairs else 1
     )  # elements of x that one k of the weight is multiplied with
-    x = code.address("x", code.value["n"], builder.mul(code.value["k"], LONG(inputs_of_step)))
+    x = code.address("x", code.value["n"], builder.mul(code.value["j"], LONG(inputs_of_step)))
     weight = code.address("weight", code.value["g"], code.value["k"])
-    x_stride, prefetched = code.stride("x", 0), builder.add(weight, code.value["ahead"])
+    x_stride, prefetched = code.stride("x", 0), code.value["prefetched"]
     add_product = code.add_products_of_pairs if input_pairs else code.multiply_add
 
     def add(k: Value, total: dict[Any, Value]) -> dict[Any, Value]:
@@ -253,13 +267,148 @@ def _linear(code: Code, rows: int) -> None:
                     total[row, vector] = add_product(everywhere, weights[vector], total[row, vector])
         return total
 
-    out, out_stride = code.address("out", code.value["m"], code.value["o"]), code.stride("out", 0)
+    _add_to_results(code, rows, code.value["num"], add)
+
+
+def _linear_compact(code: Code, rows: int) -> None:
+    """Each block is decoded to a buffer: the results and the decoding together need more registers than there are."""
+    builder, step = code.builder, 4 * LANES
+    x, x_stride = code.address("x", code.value["n"], code.value["j"]), code.stride("x", 0)
+    buffer = alloca_once(builder, ir.ArrayType(BYTES, COMPACT_PAIRS * LINEAR_VECTORS))
+    buffer.align = step
+    decoded, blocks = builder.ptrtoint(buffer, LONG), Blocks(code)
+
+    def add(block: Value, total: dict[Any, Value]) -> dict[Any, Value]:
+        total = dict(total)
+        there = code.moved(code.value["prefetched"], block, builder.mul(code.value["pace"], LONG(COMPACT_PAIRS)))
+        for at in range(0, COMPACT_BLOCK, CACHE_LINE):
+            code.prefetch(builder.add(there, LONG(at)), used_once=True)
+        total["other"] = blocks.decode(block, total["other"], decoded)
+        code.compiler_barrier()
+        for pair in range(COMPACT_PAIRS):
+            places = [LONG(step * (LINEAR_VECTORS * pair + vector)) for vector in range(LINEAR_VECTORS)]
+            weights = [code.load(builder.add(decoded, place), INTS) for place in places]
+            address = builder.add(code.moved(x, block, LONG(4 * COMPACT_PAIRS)), LONG(4 * pair))
+            for row in range(rows):
+                everywhere = code.everywhere(code.load(code.moved(address, LONG(row), x_stride), INT))
+                for vector, own in enumerate(weights):
+                    total[row, vector] = code.add_products_of_pairs(everywhere, own, total[row, vector])
+        code.compiler_barrier()
+        return total
+
+    num = builder.sdiv(code.value["num"], LONG(COMPACT_PAIRS))
+    _add_to_results(code, rows, num, add, other=blocks.address(num))
+
+
+def _add_to_results(
+    code: Code, rows: int, num: Value, add: Callable[[Value, dict[Any, Value]], dict[Any, Value]], **more: Value
+) -> None:
+    """add(0, ·), ..., add(num - 1, ·), by row and vector, to the results at out[m, o]. `more` changes with them."""
+    out, stride, step = code.address("out", code.value["m"], code.value["o"]), code.stride("out", 0), 4 * LANES
     places = {
-        (row, vector): builder.add(code.moved(out, LONG(row), out_stride), LONG(step * vector)) for row, vector in tile
+        (row, vector): code.builder.add(code.moved(out, LONG(row), stride), LONG(step * vector))
+        for row in range(rows)
+        for vector in range(LINEAR_VECTORS)
     }
-    found = code.loop(code.value["num"], {place: code.load(at, FLOATS) for place, at in places.items()}, add)
+    found = code.loop(num, {**{place: code.load(at, FLOATS) for place, at in places.items()}, **more}, add)
     for place, at in places.items():
         code.store(found[place], at)
+
+
+class Blocks:
+    """The blocks of weight[g], compact."""
+
+    def __init__(self, code: Code):
+        self._code, builder = code, code.builder
+        group = code.address("weight", code.value["g"])
+        self._lower, self._upper = (self._table(builder.add(group, LONG(at))) for at in (0, 16))
+        self._first = builder.add(group, LONG(COMPACT_START))
+
+    def address(self, block: Value) -> Value:
+        """Of a block; of the weights of other exponents, for the number of blocks."""
+        return self._code.moved(self._first, block, LONG(COMPACT_BLOCK))
+
+    def decode(self, block: Value, other: Value, out: Value) -> Value:
+        """Write the words of a block, int32[COMPACT_PAIRS, GROUP], to an address.
+
+        other: address of the first weight of another exponent that is not before the block; returned is that of the first one after it."""
+        code, builder, step = self._code, self._code.builder, 4 * LANES
+        here = self.address(block)
+        for i in range(COMPACT_PAIRS * LINEAR_VECTORS // 2):
+            codes = code.load(builder.add(here, LONG(step * (i // 2))), BYTES)
+            if i % 2:  # of which every byte has two
+                shorts = ir.VectorType(HALF, 2 * LANES)
+                shifted = builder.lshr(builder.bitcast(codes, shorts), ir.Constant(shorts, [4] * 2 * LANES))
+                codes = builder.bitcast(shifted, BYTES)
+            codes = builder.and_(codes, _all_bytes(0x0F))
+            rest = code.load(builder.add(here, LONG(COMPACT_CODES + step * i)), BYTES)
+            lower = builder.or_(self._looked_up(self._lower, codes), builder.and_(rest, _all_bytes(0x7F)))
+            upper = builder.or_(self._looked_up(self._upper, codes), builder.and_(rest, _all_bytes(0x80)))
+            for half in range(2):
+                # `vpunpcklbw` or `vpunpckhbw`: eight bytes of every sixteen
+                order = [16 * (j // 16) + 8 * half + j % 16 // 2 + 4 * LANES * (j % 2) for j in range(4 * LANES)]
+                words = builder.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(INT, 4 * LANES), order))
+                code.store(builder.bitcast(words, INTS), builder.add(out, LONG(step * (2 * i + half))))
+        return self._put_others(block, other, out)
+
+    def _put_others(self, block: Value, other: Value, out: Value) -> Value:
+        code, builder, before = self._code, self._code.builder, self._code.builder.block
+        test, put, after = (builder.append_basic_block(name) for name in ("test_other", "put_other", "after_others"))
+        width = 2 * GROUP * COMPACT_PAIRS
+        first = builder.mul(block, LONG(width))
+        builder.branch(test)
+        builder.position_at_end(test)
+        here = builder.phi(LONG)
+        here.add_incoming(other, before)
+        place = builder.sub(builder.sext(code.load(here, INT), LONG), first)
+        builder.cbranch(builder.icmp_signed("<", place, LONG(width)), put, after)
+        builder.position_at_end(put)
+        bits = code.load(builder.add(here, LONG(4)), HALF)
+        target = builder.inttoptr(code.moved(out, place, LONG(2)), ir.PointerType(HALF))
+        builder.store(bits, target)
+        here.add_incoming(builder.add(here, LONG(8)), put)
+        builder.branch(test)
+        builder.position_at_end(after)
+        return here
+
+    def _table(self, address: Value) -> Value:
+        """16 bytes, in every part of a vector that `_looked_up` looks up in."""
+        table = self._code.load(address, ir.VectorType(BYTE, 16))
+        order = ir.Constant(ir.VectorType(INT, 4 * LANES), [i % 16 for i in range(4 * LANES)])
+        return self._code.builder.shuffle_vector(table, table, order)
+
+    def _looked_up(self, table: Value, index: Value) -> Value:
+        function = ir.FunctionType(BYTES, [BYTES, BYTES])
+        name = "llvm.x86.avx512.pshuf.b.512"
+        return self._code.builder.call(
+            get_or_insert_function(self._code.builder.module, function, name), [table, index]
+        )
+
+
+def _all_bytes(number: int) -> ir.Constant:
+    return ir.Constant(BYTES, [number] * 4 * LANES)
+
+
+@intrinsic
+def expand_tile(context, weight, g, k, num, other, out):
+    """out int32[>= num, GROUP], contiguous: the words of weight[g, k : k + num >= 1], compact; k and num are multiples of COMPACT_PAIRS.
+
+    other: where in weight[g] the first weight of another exponent is that is not before k; returned is where the next one after them is."""
+    signature = types.intp(weight, types.intp, types.intp, types.intp, types.intp, out)
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Value]) -> Any:
+        code = Code(context, builder, signature, "weight g k num other out", values)
+        blocks, out, group = Blocks(code), code.address("out"), code.address("weight", code.value["g"])
+        first, num = (builder.sdiv(code.value[name], LONG(COMPACT_PAIRS)) for name in ("k", "num"))
+
+        def decode(i: Value, found: dict[Any, Value]) -> dict[Any, Value]:
+            to = code.moved(out, i, LONG(4 * COMPACT_PAIRS * GROUP))
+            return {"other": blocks.decode(builder.add(first, i), found["other"], to)}
+
+        found = code.loop(num, {"other": builder.add(group, code.value["other"])}, decode)
+        return builder.sub(found["other"], group)
+
+    return signature, code
 
 
 @intrinsic

@@ -52,9 +52,17 @@ class Linear(torch.nn.Module):
     """`torch.nn.Linear` for inference on a CPU: a row's result does not depend on the other rows. The plain weight is not kept.
 
     arithmetic  of a layer in bfloat16; None: the fastest here
+    compact     hold the weights of a layer by `vdpbf16ps` in 12 bits each, if they allow it; None: where that is faster
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, arithmetic: Arithmetic | None = None):
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        arithmetic: Arithmetic | None = None,
+        compact: bool | None = None,
+    ):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
@@ -65,6 +73,16 @@ class Linear(torch.nn.Module):
             self.arithmetic = Arithmetic.DOT
         self.rounds_inputs = self.arithmetic is not Arithmetic.FLOAT32
         self._padding = self.in_features % 2 if is_bfloat16 else 0
+        self.is_compact = False
+        if self.arithmetic is Arithmetic.DOT and (cpu_kernels.has_fast_compact() if compact is None else compact):
+            smaller = cpu_kernels.compact(self.packed)
+            if smaller is not None:
+                self.packed, self.is_compact = smaller, True
+
+    def expand(self) -> None:
+        """Hold the weights as they are."""
+        if self.is_compact:
+            self.packed, self.is_compact = cpu_kernels.expanded(self.packed, self.in_features), False
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., out] of [..., in], in the type of the rows."""
@@ -96,7 +114,8 @@ class Linear(torch.nn.Module):
 
     def weight_of(self, outputs: torch.Tensor) -> torch.Tensor:
         """Rows [n, in] of the weight, for these outputs int64[n]."""
-        return cpu_kernels.unpacked(self.packed, outputs, self.in_features, self.dtype)
+        words = cpu_kernels.expanded(self.packed, self.in_features) if self.is_compact else self.packed
+        return cpu_kernels.unpacked(words, outputs, self.in_features, self.dtype)
 
 
 class Slice(torch.nn.Module):
@@ -135,6 +154,10 @@ def replace_linears(network: Any, sample: Callable[[], torch.Tensor]) -> bool:
     for (parent, name), child in before.items():
         if getattr(parent, name) is child:
             setattr(parent, name, Linear(child.weight, child.bias))
+    linears = [module for module in network.modules() if isinstance(module, Linear)]
+    if not all(linear.is_compact for linear in linears):  # all or none: layers have equal forms
+        for linear in linears:
+            linear.expand()
     if _is_near(sample, expected):
         return True
     for (parent, name), child in before.items():

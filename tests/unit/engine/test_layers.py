@@ -3,6 +3,7 @@ known, and never unprobed; and the same bits for a row whatever is computed besi
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,86 @@ def test_a_row_of_a_linear_layer_has_the_same_bits_beside_any_others(
     assert torch.equal(linear.weight_of(outputs), weight[outputs])
 
 
+needs_bf16_dot = pytest.mark.skipif(not HAS_BF16_DOT, reason="no vdpbf16ps")
+
+
+def with_unusual_weights(num_out: int, num_in: int) -> torch.Tensor:
+    """Normal weights, and some that have exponents of their own: at both ends, several in one block, infinite ones, and NaNs."""
+    weight = torch.randn(num_out, num_in, generator=torch.Generator().manual_seed(1)).mul(0.05).bfloat16()
+    values = [0.0, -0.0, 1e-40, -3e38, math.inf, -math.inf, 1e-20, 2.0**100]
+    places = [(0, 0), (0, 1), (num_out - 1, 0), (0, num_in - 1), (1, 2), (2, 2), (3, num_in - 2)]
+    for (o, i), value in zip([*places, (num_out - 1, num_in - 1)], values, strict=True):
+        weight[o, i] = value
+    weight.view(torch.int16)[4, 3], weight.view(torch.int16)[4, 4] = 0x7FC1, -1  # NaNs
+    return weight
+
+
+@needs_bf16_dot
+@pytest.mark.parametrize("shape", [(2 * cpu_tiles.GROUP, 512), (cpu_tiles.GROUP + 5, 1160)])
+def test_compact_weights_are_exact(shape: tuple[int, int]) -> None:
+    weight = with_unusual_weights(*shape)
+    words = cpu_kernels.packed(weight)
+    smaller = cpu_kernels.compact(words)
+    assert smaller.nbytes < 0.77 * words.nbytes
+    np.testing.assert_array_equal(cpu_kernels.expanded(smaller, shape[1]), words)
+    layer = Linear(weight, None, arithmetic=Arithmetic.DOT, compact=True)
+    outputs = torch.tensor([0, 4, shape[0] - 1])
+    assert layer.is_compact
+    assert torch.equal(layer.weight_of(outputs).view(torch.int16), weight[outputs].view(torch.int16))
+    layer.expand()
+    assert not layer.is_compact
+    np.testing.assert_array_equal(layer.packed, words)
+
+
+@needs_bf16_dot
+@pytest.mark.parametrize("shape", [(2 * cpu_tiles.GROUP, 512), (cpu_tiles.GROUP + 5, 1160)])
+@torch.inference_mode()
+def test_compact_weights_give_the_same_bits_as_the_weights_themselves(shape: tuple[int, int]) -> None:
+    rows, bias = torch.randn(299, shape[1]), torch.randn(shape[0])
+    weight = with_unusual_weights(*shape).nan_to_num(1e10, 1e30, -1e20)
+    compact, plain = (Linear(weight, bias, arithmetic=Arithmetic.DOT, compact=flag) for flag in (True, False))
+    assert compact.is_compact
+    assert not plain.is_compact
+    expected = plain(rows)
+    for num in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 33, 299):
+        for start in {0, 299 - num}:
+            assert torch.equal(compact(rows[start : start + num]), expected[start : start + num])
+
+
+@needs_bf16_dot
+def test_weights_that_do_not_become_smaller_stay_as_they_are() -> None:
+    any_bits = torch.randint(-(1 << 15), 1 << 15, (cpu_tiles.GROUP, 512), dtype=torch.int16).view(torch.bfloat16)
+    assert not Linear(any_bits, None, arithmetic=Arithmetic.DOT, compact=True).is_compact
+    part_of_a_block = torch.zeros(cpu_tiles.GROUP, 516, dtype=torch.bfloat16)
+    assert not Linear(part_of_a_block, None, arithmetic=Arithmetic.DOT, compact=True).is_compact
+    in_float32 = torch.zeros(cpu_tiles.GROUP, 512, dtype=torch.bfloat16)
+    assert not Linear(in_float32, None, arithmetic=Arithmetic.FLOAT32, compact=True).is_compact
+
+
+@needs_bf16_dot
+def test_all_layers_of_a_network_have_compact_weights_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels, "bf16_arithmetic", lambda: Arithmetic.DOT)
+    monkeypatch.setattr(cpu_kernels, "has_fast_compact", lambda: True)
+    for num_in, is_compact in ((128, True), (124, False)):
+        layers = torch.nn.Linear(64, num_in), torch.nn.Linear(num_in, 64)
+        network = torch.nn.Sequential(*layers).to(torch.bfloat16)
+        network.config = SUPPORTED["gpt2"].network().config
+        rows = torch.randn(3, 64, dtype=torch.bfloat16)
+        assert replace_linears(network, lambda network=network, rows=rows: network(rows))
+        assert [linear.is_compact for linear in network] == [is_compact] * 2
+
+
+@needs_bf16_dot
+def test_weights_are_compact_where_that_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels.numba.config, "CACHE_DIR", str(tmp_path))
+    measured = iter([0.99, 1.2])
+    monkeypatch.setattr(cpu_kernels, "_gain_of_compact", lambda: next(measured))
+    assert not cpu_kernels.has_fast_compact.__wrapped__()
+    assert not cpu_kernels.has_fast_compact.__wrapped__()  # as the first process has found
+    next(tmp_path.iterdir()).unlink()
+    assert cpu_kernels.has_fast_compact.__wrapped__()
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_every_output_is_computed_whatever_the_number_of_threads(threads: int) -> None:
     """Of six groups of outputs; a thread that has finished its own share takes groups of other shares."""
@@ -203,7 +284,7 @@ def test_every_output_is_computed_whatever_the_number_of_threads(threads: int) -
     np.testing.assert_allclose(out, np.tile(weight.sum(1).numpy(), (3, 1)), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(not HAS_BF16_DOT, reason="no vdpbf16ps")
+@needs_bf16_dot
 def test_processes_of_a_machine_agree_on_how_bfloat16_is_multiplied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
