@@ -17,10 +17,9 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
-from functools import cache, partial
+from functools import cache
 from hashlib import blake2b
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, files
@@ -81,11 +80,8 @@ log = logging.getLogger(__name__)
 
 # Gain in speed from which on products of bfloat16 are used. They round the inputs of layers, which products in float32 do not.
 LEAST_DOT_GAIN = 1.15
-LEAST_COMPACT_GAIN = 1.05  # the same of weights in 12 bits
 SERVED = (torch.float32, torch.bfloat16)
-MOST_OTHERS = (
-    512  # of so many weights one may have an exponent without a code; of trained ones, one in ten thousand has
-)
+MOST_OTHERS = 512  # one of so many weights may have an exponent without a code; of trained ones, one of 20,000 has
 # Linux on x86-64 (arch/x86/include/uapi/asm/prctl.h)
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
 # The folder of compiled kernels is named by all of their sources: numba itself compares the file of each kernel only
@@ -387,7 +383,7 @@ def _fetch_and_increment(typing: Any, shares: Any, owner: Any) -> Any:
 @parallel_kernel
 def linear(x: Any, weight: Any, bias: Any, out: Any, threads: int) -> None:
     """out float32[N, O] = bias + weight · x, for a weight and a bias as `packed` and `packed_bias` make them. x is float32[N, I], with an
-    even I for a weight in bfloat16; or, for such a weight, pairs of bfloat16 as int32[N, I / 2]. I >= 1.
+    even I for a weight in bfloat16; or, for such a weight, which may be `compact`, pairs of bfloat16 as int32[N, I / 2]. I >= 1.
 
     More rows than a tile has take their weights in parts that stay in the cache for all tiles; each tile asks for a share of the next
     part, so that the memory is busy all the time. So many threads take the groups of outputs, `threads` >= 1."""
@@ -993,69 +989,38 @@ def bf16_arithmetic() -> Arithmetic:
 def has_fast_bf16_dot() -> bool:
     """Whether products of bfloat16 inputs and weights by `vdpbf16ps` are faster here than those in float32.
 
-    On AMD EPYCs of Zen 4 and Zen 5 the instruction is 1.8 times as fast, on an Intel Xeon without AMX half as fast."""
+    Measured once per machine and kept beside the compiled kernels: processes that take sessions over from one another must agree, because
+    the two differ in the last bits. On AMD EPYCs of Zen 4 and Zen 5 the instruction is 1.8 times as fast, on an Intel Xeon without AMX half
+    as fast."""
     features = get_host_cpu_features()
     if LANES != 16 or not features.get("avx512bf16"):
         return False
-    gain = _kept_gain("bf16-dot", _gain_of_bf16_dot)
+    kept = Path(numba.config.CACHE_DIR) / f"bf16-dot-{get_host_cpu_name()}.txt"
+    try:
+        gain = float(kept.read_text())
+    except (OSError, ValueError):
+        gain = _gain_of_bf16_dot()
+        with suppress(OSError):
+            kept.write_text(f"{gain:.2f}\n")
     fast = gain >= LEAST_DOT_GAIN
     log.info("bfloat16 layers: %s (vdpbf16ps is %.2f times as fast)", "vdpbf16ps" if fast else "float32 products", gain)
     return fast
 
 
-@cache
-def has_fast_compact() -> bool:
-    """Whether layers by `vdpbf16ps` are faster here with weights that are `compact`."""
-    gain = _kept_gain("compact", _gain_of_compact)
-    fast = gain >= LEAST_COMPACT_GAIN
-    log.info("bfloat16 weights: %s bits (12 are %.2f times as fast as 16)", "12" if fast else "16", gain)
-    return fast
-
-
-def _kept_gain(name: str, measure: Callable[[], float]) -> float:
-    """Measured once per machine and kept beside the compiled kernels. Processes that take sessions over from one another must agree on
-    whether inputs are rounded to bfloat16, because the last bits differ."""
-    kept = Path(numba.config.CACHE_DIR) / f"{name}-{get_host_cpu_name()}.txt"
-    try:
-        return float(kept.read_text())
-    except (OSError, ValueError):
-        gain = measure()
-        with suppress(OSError):
-            kept.write_text(f"{gain:.2f}\n")
-        return gain
-
-
 def _gain_of_bf16_dot(rows: int = 16, num_in: int = 576, num_out: int = 1536, repeats: int = 40) -> float:
-    """Time of one layer of 16 rows by float32 products over that by `vdpbf16ps`, on one thread.
+    """Time of one layer of 16 rows by float32 products over that by `vdpbf16ps`: each the best of some runs on one thread, in turn.
 
     Threads would wait for one another where something else runs on the machine."""
     weight, bias = packed(torch.zeros(num_out, num_in, dtype=torch.bfloat16)), packed_bias(None, num_out)
     inputs = np.zeros((rows, num_in), np.float32), np.zeros((rows, num_in // 2), np.int32)
-    out = np.empty((rows, num_out), np.float32)
-    return _gain([partial(linear, x, weight, bias, out, 1) for x in inputs], repeats=repeats, threads=1)
-
-
-def _gain_of_compact(num_in: int = 1024, num_out: int = 1 << 16, repeats: int = 10) -> float:
-    """Time of one layer of 128 MiB, which no cache holds, over that with `compact` weights: of one row and of eight, on as many threads as
-    torch has."""
-    words, bias = packed(torch.ones(num_out, num_in, dtype=torch.bfloat16)), packed_bias(None, num_out)
-    threads, gains = torch.get_num_threads(), []
-    for rows in (1, LINEAR_ROWS):
-        x, out = np.zeros((rows, num_in // 2), np.int32), np.empty((rows, num_out), np.float32)
-        both = [partial(linear, x, weight, bias, out, threads) for weight in (words, compact(words))]
-        gains.append(_gain(both, repeats=repeats, threads=threads))
-    return float(np.sqrt(np.prod(gains)))
-
-
-def _gain(ways: Sequence[Callable[[], None]], *, repeats: int, threads: int) -> float:
-    """Time of the first of two ways over that of the second: each the best of some runs, in turn. The first run compiles."""
-    best, num_threads = [np.inf, np.inf], numba.get_num_threads()
-    numba.set_num_threads(threads)
+    out, best = np.empty((rows, num_out), np.float32), [np.inf, np.inf]
+    num_threads = numba.get_num_threads()
+    numba.set_num_threads(1)
     for repeat in range(repeats + 1):
-        for i, run in enumerate(ways):
+        for i, x in enumerate(inputs):
             begun_s = time.perf_counter()
-            run()
-            if repeat:
+            linear(x, weight, bias, out, 1)
+            if repeat:  # the first call compiles
                 best[i] = min(best[i], time.perf_counter() - begun_s)
     numba.set_num_threads(num_threads)
     return best[0] / best[1]

@@ -52,7 +52,8 @@ class Linear(torch.nn.Module):
     """`torch.nn.Linear` for inference on a CPU: a row's result does not depend on the other rows. The plain weight is not kept.
 
     arithmetic  of a layer in bfloat16; None: the fastest here
-    compact     hold the weights of a layer by `vdpbf16ps` in 12 bits each, if they allow it; None: where that is faster
+    compact     hold the weights of a layer by `vdpbf16ps` in 12 bits each, if they allow it; None: if several threads, which share the
+                memory's bandwidth, run it: decoding takes longer than it saves where one thread has all of it
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Linear(torch.nn.Module):
         self.rounds_inputs = self.arithmetic is not Arithmetic.FLOAT32
         self._padding = self.in_features % 2 if is_bfloat16 else 0
         self.is_compact = False
-        if self.arithmetic is Arithmetic.DOT and (cpu_kernels.has_fast_compact() if compact is None else compact):
+        if self.arithmetic is Arithmetic.DOT and (torch.get_num_threads() > 1 if compact is None else compact):
             smaller = cpu_kernels.compact(self.packed)
             if smaller is not None:
                 self.packed, self.is_compact = smaller, True

@@ -253,7 +253,7 @@ def test_weights_that_do_not_become_smaller_stay_as_they_are() -> None:
 @needs_bf16_dot
 def test_all_layers_of_a_network_have_compact_weights_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_kernels, "bf16_arithmetic", lambda: Arithmetic.DOT)
-    monkeypatch.setattr(cpu_kernels, "has_fast_compact", lambda: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     for num_in, is_compact in ((128, True), (124, False)):
         layers = torch.nn.Linear(64, num_in), torch.nn.Linear(num_in, 64)
         network = torch.nn.Sequential(*layers).to(torch.bfloat16)
@@ -264,14 +264,11 @@ def test_all_layers_of_a_network_have_compact_weights_or_none(monkeypatch: pytes
 
 
 @needs_bf16_dot
-def test_weights_are_compact_where_that_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_kernels.numba.config, "CACHE_DIR", str(tmp_path))
-    measured = iter([0.99, 1.2])
-    monkeypatch.setattr(cpu_kernels, "_gain_of_compact", lambda: next(measured))
-    assert not cpu_kernels.has_fast_compact.__wrapped__()
-    assert not cpu_kernels.has_fast_compact.__wrapped__()  # as the first process has found
-    next(tmp_path.iterdir()).unlink()
-    assert cpu_kernels.has_fast_compact.__wrapped__()
+@pytest.mark.parametrize("threads", [1, 2])
+def test_weights_are_compact_where_threads_share_the_bandwidth(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    weight = torch.randn(cpu_tiles.GROUP, 64).bfloat16()
+    assert Linear(weight, None, arithmetic=Arithmetic.DOT).is_compact == (threads > 1)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
