@@ -276,16 +276,17 @@ def _linear_compact(code: Code, rows: int) -> None:
     x, x_stride = code.address("x", code.value["n"], code.value["j"]), code.stride("x", 0)
     buffer = alloca_once(builder, ir.ArrayType(BYTES, COMPACT_PAIRS * LINEAR_VECTORS))
     buffer.align = step
-    decoded, blocks = builder.ptrtoint(buffer, LONG), Blocks(code)
+    decoded, blocks, num_lines = builder.ptrtoint(buffer, LONG), Blocks(code), COMPACT_BLOCK // CACHE_LINE
 
     def add(block: Value, total: dict[Any, Value]) -> dict[Any, Value]:
         total = dict(total)
         there = code.moved(code.value["prefetched"], block, builder.mul(code.value["pace"], LONG(COMPACT_PAIRS)))
-        for at in range(0, COMPACT_BLOCK, CACHE_LINE):
-            code.prefetch(builder.add(there, LONG(at)), used_once=True)
         total["other"] = blocks.decode(block, total["other"], decoded)
         code.compiler_barrier()
         for pair in range(COMPACT_PAIRS):
+            # a few at a time: a core has few loads from memory under way
+            for line in range(num_lines * pair // COMPACT_PAIRS, num_lines * (pair + 1) // COMPACT_PAIRS):
+                code.prefetch(builder.add(there, LONG(CACHE_LINE * line)), used_once=True)
             places = [LONG(step * (LINEAR_VECTORS * pair + vector)) for vector in range(LINEAR_VECTORS)]
             weights = [code.load(builder.add(decoded, place), INTS) for place in places]
             address = builder.add(code.moved(x, block, LONG(4 * COMPACT_PAIRS)), LONG(4 * pair))
@@ -293,7 +294,7 @@ def _linear_compact(code: Code, rows: int) -> None:
                 everywhere = code.everywhere(code.load(code.moved(address, LONG(row), x_stride), INT))
                 for vector, own in enumerate(weights):
                     total[row, vector] = code.add_products_of_pairs(everywhere, own, total[row, vector])
-        code.compiler_barrier()
+            code.compiler_barrier()
         return total
 
     num = builder.sdiv(code.value["num"], LONG(COMPACT_PAIRS))
