@@ -2,8 +2,9 @@
 
     python -m benchmarks.forward --model FOLDER --dtypes float32 bfloat16 --threads 2 --out RESULT.json
 
-The linear layers alone are the floor of a small model: with the engine's kernel, whose rows do not depend on one another, and with oneDNN's
-packed weights (`torch.ops.mkldnn`), whose rows may. All are run in turn; the results are medians.
+The linear layers alone are the floor of a small model: with the engine's kernel, whose rows do not depend on one another; the same with
+weights in 16 bits, where it has them in 12 (docs/decisions/0033); and with oneDNN's packed weights (`torch.ops.mkldnn`), whose rows may.
+All are run in turn; the results are medians.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from pathlib import Path
 from statistics import median
 
@@ -25,7 +27,7 @@ from rootward.engine.loading import load_model
 from rootward.engine.model import HuggingFaceModel
 from rootward.ports import Rows
 
-FORWARD, OWN, ONEDNN = "forward", "linear layers", "linear layers, oneDNN"
+FORWARD, OWN, WHOLE_WEIGHTS, ONEDNN = "forward", "linear layers", "linear layers, 16 bits", "linear layers, oneDNN"
 
 
 def linears(model: HuggingFaceModel) -> list[Linear]:
@@ -47,6 +49,14 @@ def alone(layers: Sequence[Linear], rows: int) -> Callable[[], None]:
             one.multiply(inputs[one.in_features], outputs[one.out_features])
 
     return run
+
+
+def expanded(layers: Sequence[Linear]) -> list[Linear]:
+    """The same layers with their weights in 16 bits."""
+    found = [copy(layer) for layer in layers]
+    for layer in found:
+        layer.expand()
+    return found
 
 
 def by_onednn(layers: Sequence[Linear], rows: int) -> Callable[[], None] | None:
@@ -84,11 +94,14 @@ def whole(model: HuggingFaceModel, rows: int, context: int) -> Callable[[], None
 def measure(
     model: HuggingFaceModel, sizes: Sequence[int], *, context: int, seconds: float
 ) -> dict[str, dict[int, float]]:
-    """Milliseconds by number of rows, of each of the three that this processor has."""
+    """Milliseconds by number of rows, of each of the four that this processor has."""
     layers = linears(model)
+    with_whole_weights = expanded(layers) if any(layer.is_compact for layer in layers) else []
     found: dict[str, dict[int, float]] = {}
     for rows in sizes:
         candidates = {FORWARD: whole(model, rows, context), OWN: alone(layers, rows), ONEDNN: by_onednn(layers, rows)}
+        if with_whole_weights:
+            candidates[WHOLE_WEIGHTS] = alone(with_whole_weights, rows)
         runs = {name: run for name, run in candidates.items() if run is not None}
         taken: dict[str, list[float]] = {name: [] for name in runs}
         for run in runs.values():

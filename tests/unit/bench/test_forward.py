@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from benchmarks.forward import FORWARD, ONEDNN, OWN, linears, main
+from benchmarks.forward import FORWARD, ONEDNN, OWN, WHOLE_WEIGHTS, expanded, linears, main
 from rootward import demo
+from rootward.engine.cpu_kernels import Arithmetic, has_fast_bf16_dot
+from rootward.engine.layers import Linear
 from rootward.engine.loading import load_model
 
 
@@ -23,6 +27,22 @@ def test_forward_and_its_linear_layers_are_timed_by_rows(tmp_path: Path, capsys:
         assert {FORWARD, OWN} <= set(by_name) <= {FORWARD, OWN, ONEDNN}
         assert all(by_rows[rows] > 0.0 for by_rows in by_name.values() for rows in ("1", "3"))
     assert "share of the linear layers" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not has_fast_bf16_dot(), reason="vdpbf16ps is not used here")
+def test_both_forms_of_weights_are_timed_where_both_are_used(tmp_path: Path) -> None:
+    out, model = tmp_path / "result.json", str(demo.paths().target)
+    flags = ["--dtypes", "bfloat16", "--rows", "3", "--context", "5", "--threads", "2", "--seconds", "0.01"]
+    assert main(["--model", model, *flags, "--out", str(out)]) == 0
+    (found,) = json.loads(out.read_text())["ms"].values()
+    assert (WHOLE_WEIGHTS in found) == any(layer.is_compact for layer in linears(load_model(model, dtype="bfloat16")))
+    weight = torch.randn(48, 64).bfloat16()
+    layer = Linear(weight, None, arithmetic=Arithmetic.DOT, compact=True)
+    (other,) = expanded([layer])
+    assert layer.is_compact
+    assert not other.is_compact
+    rows = torch.randn(3, 64).bfloat16()
+    np.testing.assert_array_equal(layer.product(layer.array_of(rows)), other.product(other.array_of(rows)))
 
 
 def test_joined_layers_count_once() -> None:
