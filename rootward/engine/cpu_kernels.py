@@ -1084,9 +1084,8 @@ def _compact_group(halves, g, most, out):
                     others[g, first + 2 * num], others[g, first + 2 * num + 1] = k * width + i, bits
                 num += 1
                 continue
-            number = (
-                k % COMPACT_PAIRS * width + i
-            )  # in the block; two vectors of 2 · LANES numbers share 4 · LANES bytes
+            # two vectors of 2 · LANES numbers share 4 · LANES bytes
+            number = k % COMPACT_PAIRS * width + i  # in the block
             both, at = number // (4 * LANES), number % (4 * LANES)
             half, at = at // (2 * LANES), at % (2 * LANES)
             place = at // 8 * 16 + half * 8 + at % 8
