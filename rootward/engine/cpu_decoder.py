@@ -36,7 +36,7 @@ from rootward.engine.cpu_kernels import (
 
 
 class LayerArrays(NamedTuple):
-    """Of a layer. Weights and biases of linear layers are as `cpu_kernels.packed` and `packed_bias` make them."""
+    """Of a layer. Weights of linear layers are as `cpu_kernels.packed` or `compact` makes them, biases as `packed_bias` does."""
 
     qkv: Any
     qkv_bias: Any

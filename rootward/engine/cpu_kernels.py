@@ -50,11 +50,11 @@ from rootward.engine.cpu_tiles import (
     COMPACT_START,
     DOT_KEYS,
     DOT_ROWS,
+    END_OF_OUTLIERS,
     GROUP,
     LANES,
     LINEAR_ROWS,
     LINEAR_STEPS,
-    NO_PLACE,
     NUM_EXPONENTS,
     PREFETCH_BYTES,
     SUM_ROWS,
@@ -81,7 +81,7 @@ log = logging.getLogger(__name__)
 # Gain in speed from which on products of bfloat16 are used. They round the inputs of layers, which products in float32 do not.
 LEAST_DOT_GAIN = 1.15
 SERVED = (torch.float32, torch.bfloat16)
-MOST_OTHERS = 512  # one of so many weights may have an exponent without a code; of trained ones, one of 20,000 has
+WEIGHTS_PER_OUTLIER = 512  # at least: one of so many may have an exponent without a code; of SmolLM2, one in 35,000 has
 # Linux on x86-64 (arch/x86/include/uapi/asm/prctl.h)
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
 # The folder of compiled kernels is named by all of their sources: numba itself compares the file of each kernel only
@@ -460,10 +460,10 @@ def _add_products_of_compact(x, weight, g, out, o, words):
     first = np.int64(weight.ctypes.data) + g * weight.shape[1] + COMPACT_START
     if tiles == 1:
         _linear_rows(num, x, 0, 0, weight, g, 0, depth, first + PREFETCH_BYTES, size, out, 0, o)
-    other = COMPACT_START + size * depth
+    outlier = COMPACT_START + size * depth
     for k in range(0, depth if tiles > 1 else 0, LINEAR_STEPS):
         steps = min(LINEAR_STEPS, depth - k)
-        other = expand_tile(weight, g, k, steps, other, words)
+        outlier = expand_tile(weight, g, k, steps, outlier, words)
         for tile in range(tiles):
             n = tile * LINEAR_ROWS
             rows, prefetched = min(LINEAR_ROWS, num - n), first + size * (k + steps + steps * tile // tiles)
@@ -1037,26 +1037,26 @@ def packed(weight: torch.Tensor) -> Any:
 
 def compact(words: Any) -> Any:
     """Weights in bfloat16 that `packed` has put into order, in three quarters of the bytes and as exact (`cpu_tiles`); None: the number of
-    inputs is no multiple of 2 · COMPACT_PAIRS, or more weights than usual have exponents of their own.
+    inputs is no multiple of 2 · COMPACT_PAIRS, or there are too many outliers.
 
     That the exponents of trained weights hold fewer than three bits of information is known: Zhang et al. 2025 (arXiv:2504.11651), who code
     them in a varying number of bits for GPUs. A fixed number is decoded as fast as it is read from memory."""
     num_groups, depth, _ = words.shape
     if depth % COMPACT_PAIRS:
         return None
-    most = GROUP * 2 * depth // MOST_OTHERS
+    most = GROUP * 2 * depth // WEIGHTS_PER_OUTLIER
     size = COMPACT_START + depth // COMPACT_PAIRS * COMPACT_BLOCK + 4 * (1 + 2 * most)
     out = torch.empty(num_groups, -(-size // CACHE_LINE) * CACHE_LINE, dtype=torch.uint8).numpy()
-    num_others = np.empty(num_groups, np.int64)
-    _compact_groups(words.view(np.uint16), most, out, num_others)
-    return out if num_others.max() <= most else None
+    num_outliers = np.empty(num_groups, np.int64)
+    _compact_groups(words.view(np.uint16), most, out, num_outliers)
+    return out if num_outliers.max() <= most else None
 
 
 @parallel_kernel
-def _compact_groups(halves: Any, most: int, out: Any, num_others: Any) -> None:
-    """halves uint16[groups, pairs of inputs, 2 · GROUP]; num_others int64[groups]: weights that have no code, of which `most` are kept."""
+def _compact_groups(halves: Any, most: int, out: Any, num_outliers: Any) -> None:
+    """halves uint16[groups, pairs of inputs, 2 · GROUP]; num_outliers int64[groups]: of which `most` are kept."""
     for g in numba.prange(len(halves)):
-        num_others[g] = _compact_group(halves, g, most, out)
+        num_outliers[g] = _compact_group(halves, g, most, out)
 
 
 @part
@@ -1073,7 +1073,7 @@ def _compact_group(halves, g, most, out):
         count[exponent] = -1
         code_of[exponent] = code
         out[g, code], out[g, 16 + code] = (exponent & 1) << 7, exponent >> 1
-    others, first, num = out.view(np.int32), (COMPACT_START + depth // COMPACT_PAIRS * COMPACT_BLOCK) // 4, 0
+    outliers, first, num = out.view(np.int32), (COMPACT_START + depth // COMPACT_PAIRS * COMPACT_BLOCK) // 4, 0
     for k in range(depth):
         block = COMPACT_START + k // COMPACT_PAIRS * COMPACT_BLOCK
         for i in range(width):
@@ -1081,17 +1081,17 @@ def _compact_group(halves, g, most, out):
             code = code_of[(bits >> 7) & 255]
             if code == NUM_EXPONENTS:
                 if num < most:
-                    others[g, first + 2 * num], others[g, first + 2 * num + 1] = k * width + i, bits
+                    outliers[g, first + 2 * num], outliers[g, first + 2 * num + 1] = k * width + i, bits
                 num += 1
                 continue
             # two vectors of 2 · LANES numbers share 4 · LANES bytes
             number = k % COMPACT_PAIRS * width + i  # in the block
-            both, at = number // (4 * LANES), number % (4 * LANES)
+            vectors, at = number // (4 * LANES), number % (4 * LANES)
             half, at = at // (2 * LANES), at % (2 * LANES)
             place = at // 8 * 16 + half * 8 + at % 8
-            out[g, block + both // 2 * 4 * LANES + place] |= code << (4 * (both % 2))
-            out[g, block + COMPACT_CODES + both * 4 * LANES + place] = (bits & 0x7F) | ((bits >> 8) & 0x80)
-    others[g, first + 2 * min(num, most)] = NO_PLACE
+            out[g, block + vectors // 2 * 4 * LANES + place] |= code << (4 * (vectors % 2))
+            out[g, block + COMPACT_CODES + vectors * 4 * LANES + place] = (bits & 0x7F) | ((bits >> 8) & 0x80)
+    outliers[g, first + 2 * min(num, most)] = END_OF_OUTLIERS
     return num
 
 

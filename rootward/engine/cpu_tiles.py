@@ -11,10 +11,10 @@ the instruction `vdpbf16ps`, or by `tdpbf16ps` of Intel's matrix extension AMX, 
 
 Compact weights are bfloat16 in 12 bits, as uint8[groups, bytes]. Nearly all weights of a group of outputs have one of 16 exponents, so a
 weight is its sign, its 7 bits of mantissa and a code of 4 bits for the exponent. A group: two tables of 16 bytes, by code the lower and the
-upper byte of a bfloat16 that has this exponent; from byte COMPACT_START blocks of COMPACT_PAIRS pairs of inputs; then the weights that have
-another exponent, each as two int32, its place in uint16[I / 2, 2 · GROUP] and its bits, by increasing place, and the place NO_PLACE. The
-vectors of a block, three for each pair, are decoded two at a time: a block begins with a vector of codes for every four of them, then has
-one of signs and mantissas for every two.
+upper byte of a bfloat16 that has this exponent; from byte COMPACT_START blocks of COMPACT_PAIRS pairs of inputs; then the outliers, weights
+that have another exponent, each as two int32, its place in uint16[I / 2, 2 · GROUP] and its bits, by increasing place; END_OF_OUTLIERS is
+the last place. The vectors of a block, three for each pair, are decoded two at a time: a block begins with a vector of codes for every four
+of them, then has one of signs and mantissas for every two.
 """
 
 # mypy: disable-error-code="no-untyped-call,no-untyped-def,untyped-decorator,misc,no-any-return"
@@ -47,7 +47,7 @@ COMPACT_START = 64  # bytes before the first block of a group
 COMPACT_CODES = COMPACT_PAIRS * GROUP  # bytes of codes in a block; twice as many of signs and mantissas follow
 COMPACT_BLOCK = 3 * COMPACT_CODES
 NUM_EXPONENTS = 16  # that have a code
-NO_PLACE = (1 << 31) - 1
+END_OF_OUTLIERS = (1 << 31) - 1
 AMX_ROWS = 16  # of a matrix register
 AMX_PAIRS = 16  # pairs of bfloat16 in a row of a matrix register
 AMX_KEYS = 2 * AMX_PAIRS  # that one product of weights and values adds up; also the dimensions of a block of values
@@ -276,12 +276,12 @@ def _linear_compact(code: Code, rows: int) -> None:
     x, x_stride = code.address("x", code.value["n"], code.value["j"]), code.stride("x", 0)
     buffer = alloca_once(builder, ir.ArrayType(BYTES, COMPACT_PAIRS * LINEAR_VECTORS))
     buffer.align = step
-    decoded, blocks, num_lines = builder.ptrtoint(buffer, LONG), Blocks(code), COMPACT_BLOCK // CACHE_LINE
+    decoded, blocks, num_lines = builder.ptrtoint(buffer, LONG), CompactBlocks(code), COMPACT_BLOCK // CACHE_LINE
 
     def add(block: Value, total: dict[Any, Value]) -> dict[Any, Value]:
         total = dict(total)
         there = code.moved(code.value["prefetched"], block, builder.mul(code.value["pace"], LONG(COMPACT_PAIRS)))
-        total["other"] = blocks.decode(block, total["other"], decoded)
+        total["outlier"] = blocks.decode(block, total["outlier"], decoded)
         code.compiler_barrier()
         for pair in range(COMPACT_PAIRS):
             # a few at a time: a core has few loads from memory under way
@@ -298,7 +298,7 @@ def _linear_compact(code: Code, rows: int) -> None:
         return total
 
     num = builder.sdiv(code.value["num"], LONG(COMPACT_PAIRS))
-    _add_to_results(code, rows, num, add, other=blocks.address(num))
+    _add_to_results(code, rows, num, add, outlier=blocks.address(num))
 
 
 def _add_to_results(
@@ -316,7 +316,7 @@ def _add_to_results(
         code.store(found[place], at)
 
 
-class Blocks:
+class CompactBlocks:
     """The blocks of weight[g], compact."""
 
     def __init__(self, code: Code):
@@ -326,13 +326,13 @@ class Blocks:
         self._first = builder.add(group, LONG(COMPACT_START))
 
     def address(self, block: Value) -> Value:
-        """Of a block; of the weights of other exponents, for the number of blocks."""
+        """Of a block, or of the outliers, which follow the last block."""
         return self._code.moved(self._first, block, LONG(COMPACT_BLOCK))
 
-    def decode(self, block: Value, other: Value, out: Value) -> Value:
+    def decode(self, block: Value, outlier: Value, out: Value) -> Value:
         """Write the words of a block, int32[COMPACT_PAIRS, GROUP], to an address.
 
-        other: address of the first weight of another exponent that is not before the block; returned is that of the first one after it."""
+        outlier: address of the first outlier that is not before the block. Returns that of the first one after the block."""
         code, builder, step = self._code, self._code.builder, 4 * LANES
         here = self.address(block)
         for i in range(COMPACT_PAIRS * LINEAR_VECTORS // 2):
@@ -350,17 +350,19 @@ class Blocks:
                 order = [16 * (j // 16) + 8 * half + j % 16 // 2 + 4 * LANES * (j % 2) for j in range(4 * LANES)]
                 words = builder.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(INT, 4 * LANES), order))
                 code.store(builder.bitcast(words, INTS), builder.add(out, LONG(step * (2 * i + half))))
-        return self._put_others(block, other, out)
+        return self._put_outliers(block, outlier, out)
 
-    def _put_others(self, block: Value, other: Value, out: Value) -> Value:
+    def _put_outliers(self, block: Value, outlier: Value, out: Value) -> Value:
         code, builder, before = self._code, self._code.builder, self._code.builder.block
-        test, put, after = (builder.append_basic_block(name) for name in ("test_other", "put_other", "after_others"))
+        test, put, after = (
+            builder.append_basic_block(name) for name in ("test_outlier", "put_outlier", "after_outliers")
+        )
         width = 2 * GROUP * COMPACT_PAIRS
         first = builder.mul(block, LONG(width))
         builder.branch(test)
         builder.position_at_end(test)
         here = builder.phi(LONG)
-        here.add_incoming(other, before)
+        here.add_incoming(outlier, before)
         place = builder.sub(builder.sext(code.load(here, INT), LONG), first)
         builder.cbranch(builder.icmp_signed("<", place, LONG(width)), put, after)
         builder.position_at_end(put)
@@ -391,23 +393,23 @@ def _all_bytes(number: int) -> ir.Constant:
 
 
 @intrinsic
-def expand_tile(context, weight, g, k, num, other, out):
+def expand_tile(context, weight, g, k, num, outlier, out):
     """out int32[>= num, GROUP], contiguous: the words of weight[g, k : k + num >= 1], compact; k and num are multiples of COMPACT_PAIRS.
 
-    other: where in weight[g] the first weight of another exponent is that is not before k; returned is where the next one after them is."""
+    outlier: byte of weight[g] at which the first outlier is that is not before k. Returns that of the first one after these words."""
     signature = types.intp(weight, types.intp, types.intp, types.intp, types.intp, out)
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Value]) -> Any:
-        code = Code(context, builder, signature, "weight g k num other out", values)
-        blocks, out, group = Blocks(code), code.address("out"), code.address("weight", code.value["g"])
+        code = Code(context, builder, signature, "weight g k num outlier out", values)
+        blocks, out, group = CompactBlocks(code), code.address("out"), code.address("weight", code.value["g"])
         first, num = (builder.sdiv(code.value[name], LONG(COMPACT_PAIRS)) for name in ("k", "num"))
 
         def decode(i: Value, found: dict[Any, Value]) -> dict[Any, Value]:
             to = code.moved(out, i, LONG(4 * COMPACT_PAIRS * GROUP))
-            return {"other": blocks.decode(builder.add(first, i), found["other"], to)}
+            return {"outlier": blocks.decode(builder.add(first, i), found["outlier"], to)}
 
-        found = code.loop(num, {"other": builder.add(group, code.value["other"])}, decode)
-        return builder.sub(found["other"], group)
+        found = code.loop(num, {"outlier": builder.add(group, code.value["outlier"])}, decode)
+        return builder.sub(found["outlier"], group)
 
     return signature, code
 

@@ -197,8 +197,8 @@ def test_a_row_of_a_linear_layer_has_the_same_bits_beside_any_others(
 needs_bf16_dot = pytest.mark.skipif(not HAS_BF16_DOT, reason="no vdpbf16ps")
 
 
-def with_unusual_weights(num_out: int, num_in: int) -> torch.Tensor:
-    """Normal weights, and some that have exponents of their own: at both ends, several in one block, infinite ones, and NaNs."""
+def weight_with_outliers(num_out: int, num_in: int) -> torch.Tensor:
+    """Normal weights and outliers: at both ends, several in one block, infinite ones, and NaNs."""
     weight = torch.randn(num_out, num_in, generator=torch.Generator().manual_seed(1)).mul(0.05).bfloat16()
     values = [0.0, -0.0, 1e-40, -3e38, math.inf, -math.inf, 1e-20, 2.0**100]
     places = [(0, 0), (0, 1), (num_out - 1, 0), (0, num_in - 1), (1, 2), (2, 2), (3, num_in - 2)]
@@ -211,7 +211,7 @@ def with_unusual_weights(num_out: int, num_in: int) -> torch.Tensor:
 @needs_bf16_dot
 @pytest.mark.parametrize("shape", [(2 * cpu_tiles.GROUP, 512), (cpu_tiles.GROUP + 5, 1160)])
 def test_compact_weights_are_exact(shape: tuple[int, int]) -> None:
-    weight = with_unusual_weights(*shape)
+    weight = weight_with_outliers(*shape)
     words = cpu_kernels.packed(weight)
     smaller = cpu_kernels.compact(words)
     assert smaller.nbytes < 0.77 * words.nbytes
@@ -230,7 +230,7 @@ def test_compact_weights_are_exact(shape: tuple[int, int]) -> None:
 @torch.inference_mode()
 def test_compact_weights_give_the_same_bits_as_the_weights_themselves(shape: tuple[int, int]) -> None:
     rows, bias = torch.randn(299, shape[1]), torch.randn(shape[0])
-    weight = with_unusual_weights(*shape).nan_to_num(1e10, 1e30, -1e20)
+    weight = weight_with_outliers(*shape).nan_to_num(1e10, 1e30, -1e20)
     compact, plain = (Linear(weight, bias, arithmetic=Arithmetic.DOT, compact=flag) for flag in (True, False))
     assert compact.is_compact
     assert not plain.is_compact
