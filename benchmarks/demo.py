@@ -38,8 +38,7 @@ from rootward.errors import ConfigurationError, RootwardError
 START_TIMEOUT_S = 180.0
 TEMPERATURES = (0.0, 1.0)
 SYSTEMS = ("plain", "trees", "auto", "generate")
-# Nodes of a tree in every round: two forwards of the head, and with the root as many rows as a tile of the target's kernels has.
-HEAD_NODES = 7
+HEAD_NODES = 5  # of a tree in every round: three forwards of the head
 
 
 class DemoFailed(RootwardError):

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from rootward.core.frames import Commit, Features, Open, extend_hash
-from rootward.core.growth import BestFirst
+from rootward.core.growth import LEAST_LEVELS_OF_HEAD, BestFirst
 from rootward.core.living_tree import Snapshot
 from rootward.engine.grower import Grower
 
@@ -65,11 +65,12 @@ class TextFeatures:
 
 
 class HeadDrafts:
-    """Trees of a draft head for all sessions of a verifier."""
+    """Trees of a draft head for all sessions of a verifier. best_first: how they grow (default: as in a drafter)."""
 
     def __init__(self, model: DraftHead, *, incarnation: int, best_first: BestFirst | None = None) -> None:
         self.model = model
-        self._grower: Grower[int] = Grower(model, incarnation=incarnation, best_first=best_first or BestFirst())
+        shape = best_first or BestFirst(least_levels=LEAST_LEVELS_OF_HEAD)
+        self._grower: Grower[int] = Grower(model, incarnation=incarnation, best_first=shape)
         self._observed: dict[int, Observed] = {}
         # In the last `grow` a text of more than one round was read (a prompt, rounds without trees), and not in the one before.
         self.catches_up = False
