@@ -123,7 +123,7 @@ class DrawWords:
         """uint64[n]: never the same twice."""
         first, self._used = self._used, self._used + num_words
         if self._used > len(self._words):
-            self._words = draw_words(*self._of, max(self._used, 2 * _FEW, 32 * len(self._words)))
+            self._words = draw_words(*self._of, max(self._used, 4, 4 * len(self._words)))
         return self._words[first : self._used]
 
 

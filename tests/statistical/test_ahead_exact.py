@@ -17,7 +17,7 @@ from rootward.core.living_tree import LivingTree
 from rootward.core.requests import DraftMode
 
 BUDGET = AheadBudget(nodes=4, share=2, draws_per_level=1, hits=(0.6, 0.3))
-SHAPE = {"max_depth": 2, "topk": 3, "draws_per_level": 1, "root_family": (0.4, 0.3)}
+SHAPE = {"max_depth": 2, "topk": 3, "draws_per_level": 1, "root_family": (0.4,)}
 
 
 class Grown(Session):

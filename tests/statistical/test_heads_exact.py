@@ -86,7 +86,7 @@ class Walk:
     ) -> None:
         self.model, self.chooser, self.nodes, self.cut = Model(seed), chooser, nodes, cut
         self.instead = instead
-        shape = BestFirst(max_depth=2, topk=2, draws_per_level=1, root_family=(0.4, 0.3))
+        shape = BestFirst(max_depth=2, topk=2, draws_per_level=1 + (mode is DraftMode.GREEDY), root_family=(0.4, 0.3))
         self.heads = HeadDrafts(head(self.model), incarnation=1, best_first=shape)
         self.opening = Open(0, "", 0, (), Sampling(), mode, 1, 0, num_atoms=V, node_cap=nodes, max_depth=2, topk=2)
 

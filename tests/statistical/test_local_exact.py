@@ -79,7 +79,13 @@ class Walk:
         if self.session.draft is None:
             tree = LivingTree(len(text), 0, vocab_size=V, eos_ids={2})
             self.session.draft = Draft(None, 1, tree)
-            shape = BestFirst(self.law, max_depth=2, topk=2, draws_per_level=1, root_family=(0.4, 0.3))
+            shape = BestFirst(
+                self.law,
+                max_depth=2,
+                topk=2,
+                draws_per_level=1 + (self.law is DraftMode.GREEDY),
+                root_family=(0.4, 0.3),
+            )
             self.growth = Growth(tree, shape, node_cap=4)
         self.session.draft.has_growth = drafter == "heard"
         for _ in range(self.levels):

@@ -32,7 +32,7 @@ def planted(pool: DrafterPool, session: Session, name: str, law: DraftMode) -> t
     link.ack = HelloAck(name, 2, "", V, 64, tuple(DraftMode), 4, V)
     pool.links.append(link)
     draft = link.open(session, Shape(atoms=V, node_cap=5, max_depth=3, topk=3))
-    strategy = BestFirst(law, max_depth=3, topk=3, draws_per_level=1, root_family=(0.4, 0.3))
+    strategy = BestFirst(law, max_depth=3, topk=3, draws_per_level=1, root_family=(0.4,))
     draft.tree = LivingTree(len(PROMPT), session.hash, vocab_size=V)
     return draft, Growth(draft.tree, strategy, node_cap=5)
 

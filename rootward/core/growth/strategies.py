@@ -126,7 +126,8 @@ class BestFirst(Strategy):
     draws_per_level  most nodes drawn after each draft forward
     acceptance       of a first child, in (0, 1)
     later            of a later child, once all before it have failed, in (0, 1)
-    root_family      GREEDY: probability that the round stops below each child of the root's family; as many children as numbers
+    root_family      GREEDY: probability that the round stops below each child of the root's family; as many children as numbers, in trees
+                     whose levels have as many
     least_levels     levels that the nodes of a round should have: a small tree grows deep, not wide. The root counts as a node, so trees of
                      7 and of 8 nodes grow alike
     """
@@ -158,11 +159,12 @@ class BestFirst(Strategy):
         return self.topk
 
     def family(self, place: Place, num_nodes: int) -> list[float]:
-        """At most as many children as a level draws: further ones would not be extended in the same level."""
-        if self.mode is not DraftMode.GREEDY or place.depth:
+        """All of the root's family or none: children beyond the draws of a level would not be extended in the same level, and a part of the
+        family is accepted less often than as many drawn children (docs/log.md, lesson 23)."""
+        whole = len(self.root_family) <= min(self.draws(num_nodes), self.topk)
+        if self.mode is not DraftMode.GREEDY or place.depth or not whole:
             return []
-        most = min(self.draws(num_nodes), self.topk)
-        return [place.score + math.log(mass) for mass in self.root_family[:most]]
+        return [place.score + math.log(mass) for mass in self.root_family]
 
     def draws(self, num_nodes: int) -> int:
         return min(self.draws_per_level, max(1, (num_nodes + 1) // self.least_levels))

@@ -50,3 +50,14 @@ def test_match_probabilities():
     assert match_probabilities([2.0, 1.0], 0.01)[0] == pytest.approx(1.0)
     with pytest.raises(ValueError, match="temperature"):
         match_probabilities([1.0], 0.0)
+
+
+@pytest.mark.parametrize(("draws", "chosen"), [(1, 0), (2, 0), (3, 2), (4, 2)])
+def test_a_greedy_family_is_whole_or_not_at_all(draws: int, chosen: int) -> None:
+    strategy = BestFirst(DraftMode.GREEDY, draws_per_level=draws, root_family=(0.3, 0.3, 0.1))
+    growth = Growth(LivingTree(3, 0, vocab_size=4), strategy, node_cap=8)
+    growth.expand(growth.root_id, EVEN)
+    words = np.random.default_rng(1)
+    drawn = growth.draw(lambda n: words.integers(0, 2**63, n).astype(np.uint64))
+    assert len(drawn) == min(draws, 3), "a family is all that its node gets"
+    assert sum(not growth.tree.nodes[node].sampled for node in drawn) == chosen
