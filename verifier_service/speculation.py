@@ -25,6 +25,9 @@ from verifier_service.step_time import SIZES, Mean, StepTime
 
 ENTER = 1.06  # goodput over that of plain decoding at which speculation begins: estimates err by a few percent
 LEAVE = 1.01  # and below which it ends
+LEAST_ROUNDS = (
+    32  # that ask for a tree before it ends for the first time: a few rounds tell little, and a trial comes late
+)
 PROBE_EVERY = 64  # steps between two that try another size; fewer at first
 # Sizes that are tried at first, and now and then: draft trees of other sizes have other shapes, and up to 5 nodes are mostly a chain.
 COARSE = (0, 2, 5, 7, 15, 31, 63)
@@ -123,6 +126,11 @@ class Statistics:
         return max(1.0, self._share_with_tree.value * sessions)
 
     @property
+    def num_asked(self) -> int:
+        """Rounds that asked for a tree, whether or not there was one."""
+        return self._share_with_tree.count
+
+    @property
     def present_nodes(self) -> int:
         """Nodes that a round waits for now."""
         return self.usual_nodes if self.active else 0
@@ -192,6 +200,8 @@ class Statistics:
         self.trial_patience = PROBE_EVERY
         for mean in self._acceptance:
             mean.count = min(mean.count, TRIAL_MEMORY)
+        self._accepted.clear()  # a size that was bad once would hardly be tried again
+        self._wait.clear()
 
     def deactivate(self) -> None:
         self.active = False
@@ -263,7 +273,7 @@ class SpeculationController:
         one.pause_left -= 1
         one.speedup = goodput[best] / goodput[0]
         one.trial_speedup = (committed[0] - 1.0 + tokens[best]) / alone_s / goodput[0]
-        if one.active and one.speedup < LEAVE:
+        if one.active and one.speedup < LEAVE and one.num_asked >= LEAST_ROUNDS:
             one.deactivate()
         elif not one.active and one.speedup > ENTER:
             one.active = True
