@@ -13,7 +13,7 @@ from drafter_service.servicer import DrafterServicer
 from drafter_service.settings import DrafterSettings
 from rootward.addresses import advertised
 from rootward.core.frames import DraftHead
-from rootward.core.growth import LEAST_LEVELS, LEAST_LEVELS_OF_HEAD, BestFirst
+from rootward.core.growth import BestFirst
 from rootward.core.lookup import Recipe, parse_recipe
 from rootward.core.requests import DraftStrategy
 from rootward.discovery.registry import Worker, open_registry, registered
@@ -24,6 +24,9 @@ from rootward.wire.channel import DRAFTING
 from rootward.wire.process import admin_port, announce, service_main, until_stopped
 from rootward.wire.server import RpcServer
 
+# Of a draft model a few nodes are worth most one below the other; beyond that a draft forward costs more than a wider step. A head is less
+# often right the deeper it drafts, and here a level of it costs a message as well: its trees are wider than in the verifier.
+LEAST_LEVELS, LEAST_LEVELS_OF_HEAD = 4, 1
 HEAD = "head:"  # and the folder of a draft head, in the setting
 LONGEST_TEXT = 131_072  # tokens that a drafter without a model holds of one session
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from rootward.core.frames import Commit, Features, Open, extend_hash
-from rootward.core.growth import LEAST_LEVELS_OF_HEAD, BestFirst
+from rootward.core.growth import BestFirst
 from rootward.core.living_tree import Snapshot
 from rootward.engine.grower import Grower
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # a verifier without a head loads none
     from rootward.engine.head_model import DraftHead
 
 WINDOW = 1024  # positions that the head reads at once: of a longer prompt the last ones
+LEAST_LEVELS = 3  # of a tree: a level costs about a tenth of a step of a small target (docs/log.md, lesson 23)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,11 @@ class TextFeatures:
 
 
 class HeadDrafts:
-    """Trees of a draft head for all sessions of a verifier. best_first: how they grow (default: as in a drafter)."""
+    """Trees of a draft head for all sessions of a verifier. best_first: how they grow (default: in LEAST_LEVELS levels or more)."""
 
     def __init__(self, model: DraftHead, *, incarnation: int, best_first: BestFirst | None = None) -> None:
         self.model = model
-        shape = best_first or BestFirst(least_levels=LEAST_LEVELS_OF_HEAD)
+        shape = best_first or BestFirst(least_levels=LEAST_LEVELS)
         self._grower: Grower[int] = Grower(model, incarnation=incarnation, best_first=shape)
         self._observed: dict[int, Observed] = {}
         # In the last `grow` a text of more than one round was read (a prompt, rounds without trees), and not in the one before.

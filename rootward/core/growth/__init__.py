@@ -2,18 +2,9 @@
 
 from rootward.core.growth.ahead import Ahead, AheadBudget, shared_order
 from rootward.core.growth.growth import Growth, growth_of
-from rootward.core.growth.strategies import (
-    LEAST_LEVELS,
-    LEAST_LEVELS_OF_HEAD,
-    BestFirst,
-    Strategy,
-    match_probabilities,
-    strategy_of,
-)
+from rootward.core.growth.strategies import BestFirst, Strategy, match_probabilities, strategy_of
 
 __all__ = [
-    "LEAST_LEVELS",
-    "LEAST_LEVELS_OF_HEAD",
     "Ahead",
     "AheadBudget",
     "BestFirst",

@@ -34,9 +34,6 @@ from rootward.core.requests import DraftMode, DraftStrategy
 NewWords = Callable[[int], Words]  # n new uniform words; none is used twice within a request
 
 UNLIMITED = 1 << 30
-# Of a draft model a few nodes are worth most one below the other; beyond that a draft forward costs more than a wider step. A head is less
-# often right the deeper it drafts, so its small trees are wider.
-LEAST_LEVELS, LEAST_LEVELS_OF_HEAD = 4, 3
 MATCH_SCALE = 0.4  # of log p − log q, by which the children of coupled trees are scored (docs/algorithms/coupled.md)
 
 
