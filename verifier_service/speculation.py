@@ -25,9 +25,7 @@ from verifier_service.step_time import SIZES, Mean, StepTime
 
 ENTER = 1.06  # goodput over that of plain decoding at which speculation begins: estimates err by a few percent
 LEAVE = 1.01  # and below which it ends
-LEAST_ROUNDS = (
-    32  # that ask for a tree before it ends for the first time: a few rounds tell little, and a trial comes late
-)
+LEAST_ROUNDS = 32  # that ask for a tree before it may end: a few rounds tell little, and a trial comes late
 PROBE_EVERY = 64  # steps between two that try another size; fewer at first
 # Sizes that are tried at first, and now and then: draft trees of other sizes have other shapes, and up to 5 nodes are mostly a chain.
 COARSE = (0, 2, 5, 7, 15, 31, 63)
@@ -200,7 +198,8 @@ class Statistics:
         self.trial_patience = PROBE_EVERY
         for mean in self._acceptance:
             mean.count = min(mean.count, TRIAL_MEMORY)
-        self._accepted.clear()  # a size that was bad once would hardly be tried again
+        # A size that was bad once would hardly be tried again.
+        self._accepted.clear()
         self._wait.clear()
 
     def deactivate(self) -> None:
