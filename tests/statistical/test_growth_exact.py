@@ -47,6 +47,8 @@ def error(
     caps: tuple[int, int],
     monkeypatch,
     cap: Cap = honest_cap,
+    *,
+    root_family: tuple[float, ...] = (0.4, 0.3),
 ) -> float:
     """Largest error of the law of the first LENGTH committed tokens over two rounds.
 
@@ -60,7 +62,7 @@ def error(
 
     def program() -> None:
         text = list(prompt)
-        tree, growth = start(text, law)
+        tree, growth = start(text, law, root_family=root_family)
         for _ in range(levels[0]):
             grow_level(model, tree, growth, text)
         first = tree.snapshot(cap(model, tree, caps[0]))
@@ -101,6 +103,14 @@ def test_two_rounds_of_the_production_path_are_exact(
 ) -> None:
     levels, caps = SCHEDULES[seed % len(SCHEDULES)]
     assert error(Model(seed), law, levels, caps, monkeypatch) < 1e-12
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_children_drawn_in_place_of_a_greedy_family_are_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A level draws two nodes, so a family of three is not made."""
+    levels, caps = SCHEDULES[seed % len(SCHEDULES)]
+    family = (0.4, 0.3, 0.1)
+    assert error(Model(seed), DraftMode.GREEDY, levels, caps, monkeypatch, root_family=family) < 1e-12
 
 
 @pytest.mark.parametrize("wrong", [cut_before_unlikely, plain_if_it_looks_bad], ids=lambda f: f.__name__)

@@ -130,7 +130,8 @@ def error(
 
     def program() -> None:
         tree = LivingTree(len(prompt), 0, vocab_size=V, eos_ids={2})
-        growth = Growth(tree, BestFirst(law, max_depth=3, topk=draws, draws_per_level=draws), node_cap=CAP)
+        shape = BestFirst(law, max_depth=3, topk=draws, draws_per_level=draws, root_family=(0.33, 0.27)[:draws])
+        growth = Growth(tree, shape, node_cap=CAP)
         cap = None
         for _ in range(levels):
             if cap is None:

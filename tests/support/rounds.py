@@ -61,11 +61,10 @@ class Model:
         self.q = {c: DraftDistribution(np.flatnonzero(row), row[row > 0]) for c, row in zip(contexts, q, strict=True)}
 
 
-def start(text: list[int], law: DraftMode) -> tuple[LivingTree, Growth]:
+def start(text: list[int], law: DraftMode, *, root_family: tuple[float, ...] = (0.4, 0.3)) -> tuple[LivingTree, Growth]:
     tree = LivingTree(len(text), 0, vocab_size=V)
-    return tree, Growth(
-        tree, BestFirst(law, max_depth=3, topk=3, draws_per_level=2, root_family=(0.4, 0.3)), node_cap=5
-    )
+    shape = BestFirst(law, max_depth=3, topk=3, draws_per_level=2, root_family=root_family)
+    return tree, Growth(tree, shape, node_cap=5)
 
 
 def grow_level(model: Model, tree: LivingTree, growth: Growth, text: list[int]) -> None:

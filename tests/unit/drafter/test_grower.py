@@ -51,7 +51,7 @@ def opening(slot: int, prefix=(1, 2, 3), **changes) -> Open:
 
 def grower(**model) -> Grower[int]:
     network = Counting(5, seed=3, **({"max_slots": 4} | model))
-    return Grower(network, incarnation=9, best_first=BestFirst(draws_per_level=2))
+    return Grower(network, incarnation=9, best_first=BestFirst(draws_per_level=2, root_family=(0.33, 0.27)))
 
 
 def grown(drafter: Grower[int]) -> list[tuple[int, Grow]]:

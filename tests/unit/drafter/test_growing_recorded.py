@@ -46,9 +46,8 @@ def openings(kinds: tuple[dict[str, Any], ...]) -> list[Open]:
 
 def growth(model: HuggingFaceModel, opens: list[Open], rounds: int = 5) -> tuple[list[tuple[int, Grow]], int]:
     """The frames of these sessions through some rounds that commit two or three tokens; and how many levels there were."""
-    drafter: Grower[int] = Grower(
-        model, incarnation=9, best_first=BestFirst(draws_per_level=2), ahead_budget=AheadBudget(share=4)
-    )
+    shape = BestFirst(draws_per_level=2, root_family=(0.33, 0.27))
+    drafter: Grower[int] = Grower(model, incarnation=9, best_first=shape, ahead_budget=AheadBudget(share=4))
     drafter.idle_time.idle_s = 1e9  # it grows ahead
     frames, levels = [], 0
     for one in opens:
