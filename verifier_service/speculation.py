@@ -198,9 +198,10 @@ class Statistics:
         self.trial_patience = PROBE_EVERY
         for mean in self._acceptance:
             mean.count = min(mean.count, TRIAL_MEMORY)
-        # A size that was bad once would hardly be tried again.
+        # A size that was bad once would hardly be tried again. The wait of one size stays: without any, all would seem worth it.
         self._accepted.clear()
-        self._wait.clear()
+        if self._wait and self.usual_nodes:
+            self._wait = defaultdict(Mean, {self.usual_nodes: Mean(self.draft_wait(self.usual_nodes), 1)})
 
     def deactivate(self) -> None:
         self.active = False
