@@ -25,7 +25,6 @@ from verifier_service.step_time import SIZES, Mean, StepTime
 
 ENTER = 1.06  # goodput over that of plain decoding at which speculation begins: estimates err by a few percent
 LEAVE = 1.01  # and below which it ends
-LEAST_ROUNDS = 32  # that ask for a tree before it may end: a few rounds tell little, and a trial comes late
 PROBE_EVERY = 64  # steps between two that try another size; fewer at first
 # Sizes that are tried at first, and now and then: draft trees of other sizes have other shapes, and up to 5 nodes are mostly a chain.
 COARSE = (0, 2, 5, 7, 15, 31, 63)
@@ -124,11 +123,6 @@ class Statistics:
         return max(1.0, self._share_with_tree.value * sessions)
 
     @property
-    def num_asked(self) -> int:
-        """Rounds that asked for a tree, whether or not there was one."""
-        return self._share_with_tree.count
-
-    @property
     def present_nodes(self) -> int:
         """Nodes that a round waits for now."""
         return self.usual_nodes if self.active else 0
@@ -198,10 +192,6 @@ class Statistics:
         self.trial_patience = PROBE_EVERY
         for mean in self._acceptance:
             mean.count = min(mean.count, TRIAL_MEMORY)
-        # A size that was bad once would hardly be tried again. The wait of one size stays: without any, all would seem worth it.
-        self._accepted.clear()
-        if self._wait and self.usual_nodes:
-            self._wait = defaultdict(Mean, {self.usual_nodes: Mean(self.draft_wait(self.usual_nodes), 1)})
 
     def deactivate(self) -> None:
         self.active = False
@@ -273,7 +263,7 @@ class SpeculationController:
         one.pause_left -= 1
         one.speedup = goodput[best] / goodput[0]
         one.trial_speedup = (committed[0] - 1.0 + tokens[best]) / alone_s / goodput[0]
-        if one.active and one.speedup < LEAVE and one.num_asked >= LEAST_ROUNDS:
+        if one.active and one.speedup < LEAVE:
             one.deactivate()
         elif not one.active and one.speedup > ENTER:
             one.active = True

@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.controller_simulation import SCENARIOS, share_of_best
 from rootward.engine.tabular import TabularModel
-from verifier_service.speculation import (
-    LEAST_ROUNDS,
-    MAX_KINDS,
-    PROBE_EVERY,
-    RoundResult,
-    SpeculationController,
-    Statistics,
-)
+from verifier_service.speculation import MAX_KINDS, PROBE_EVERY, RoundResult, SpeculationController, Statistics
 from verifier_service.step_time import SIZES, StepTime, measure
 
 FLAT = dict.fromkeys((1, 2, 3, 5, 9, 17, 33, 65), 0.05)
@@ -79,14 +72,14 @@ def test_trees_of_a_few_sessions_must_be_worth_the_time_of_all(sessions: int, sh
     assert one.expected_trees(sessions) == pytest.approx(max(1.0, share * sessions))
 
 
-def test_a_few_rejected_rounds_at_first_do_not_end_speculation() -> None:
+def test_a_trial_of_a_slow_draft_is_one_session_s() -> None:
     controller = SpeculationController(StepTime(FLAT))
-    one = controller.of("unlucky at first")
-    while one.num_asked < LEAST_ROUNDS:
-        rounds(controller, one, 1, accepted=0, wait=0.05)
-        assert one.active
-    rounds(controller, one, 1, accepted=0, wait=0.05)
-    assert not one.active, "but enough of them do"
+    one = controller.of("right and slow")
+    rounds(controller, one, 200, accepted=1, wait=0.08)
+    assert not one.active
+    one.begin_trial()
+    controller.plan({one: 1}, most=64)
+    assert not one.active, "its wait is remembered"
 
 
 def test_begins_again_when_the_draft_becomes_good() -> None:
