@@ -72,7 +72,7 @@ def test_trees_of_a_few_sessions_must_be_worth_the_time_of_all(sessions: int, sh
     assert one.expected_trees(sessions) == pytest.approx(max(1.0, share * sessions))
 
 
-def test_a_trial_of_a_slow_draft_is_one_session_s() -> None:
+def test_a_trial_of_a_slow_draft_does_not_begin_speculation() -> None:
     controller = SpeculationController(StepTime(FLAT))
     one = controller.of("right and slow")
     rounds(controller, one, 200, accepted=1, wait=0.08)
