@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 import subprocess
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from rootward.addresses import reserved_port
 from rootward.clock import SystemClock
 from rootward.core.requests import Sampling, Speculation, SpeculationStats, Stopping, VerifierRequest
 from rootward.errors import ConfigurationError
@@ -72,11 +72,12 @@ def busy_process() -> Iterator[None]:
             process.kill()
 
 
+_reserved = ExitStack()
+
+
 def free_port() -> int:
-    """A port of 127.0.0.1 that is free at the time of the call."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of 127.0.0.1 that no other process gets by chance as long as this one runs."""
+    return _reserved.enter_context(reserved_port())
 
 
 def scraped(admin: str) -> dict[str, float]:

@@ -10,7 +10,6 @@ import asyncio
 import shlex
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
@@ -23,7 +22,7 @@ from pathlib import Path
 import structlog
 
 from gateway.settings import LocalSettings
-from rootward.addresses import split_host_port
+from rootward.addresses import reserved_port, split_host_port
 from rootward.client import AsyncClient
 from rootward.demo import paths, smollm2, smollm2_head
 from rootward.errors import APIError, ConfigurationError
@@ -203,8 +202,8 @@ async def serve_all(settings: LocalSettings, *, log_to: int | None = None) -> As
     ConfigurationError, with its exit code, when a process does not start. A process that dies later is started again;
     `Deployment.unless_failed` raises if it does not start then.
     """
-    with tempfile.TemporaryDirectory(prefix="rootward-") as folder:
-        deployment = _deployment(settings, folder, log_to)
+    with tempfile.TemporaryDirectory(prefix="rootward-") as folder, ExitStack() as reserved:
+        deployment = _deployment(settings, folder, reserved=reserved, log_to=log_to)
         try:
             await _started(deployment, settings)
             yield deployment
@@ -238,7 +237,8 @@ def with_models(settings: LocalSettings) -> LocalSettings:
     return settings.model_copy(update=found)
 
 
-def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Deployment:
+def _deployment(settings: LocalSettings, folder: str, *, reserved: ExitStack, log_to: int | None = None) -> Deployment:
+    """The processes, not started. Their ports are kept for them until `reserved` is closed."""
     settings = with_models(settings)
     target, draft, name = settings.model, settings.draft_model, settings.served_model_name
     if target.endswith(".gguf"):
@@ -247,7 +247,7 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
         name = name or Path(target).stem  # not that of the folder with the converted weights
         target = local_model(target)
     count = 0 if draft == "none" else settings.num_drafters
-    redis, verifier, *drafters = (f"127.0.0.1:{port}" for port in _free_ports(count + 2))
+    redis, verifier, *drafters = (f"127.0.0.1:{reserved.enter_context(reserved_port())}" for _ in range(count + 2))
     threads = settings.num_threads or available_cores()
     of_gateway = {
         "--model": target,
@@ -297,13 +297,6 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
         command = redis_command(split_host_port(redis)[1], folder)
         deployment.redis = Child("redis", command, read_address=redis_address, log_to=log_to)
     return deployment
-
-
-def _free_ports(count: int) -> list[int]:
-    """Unused ports. They are needed before the processes start, because each gets the addresses of others."""
-    with ExitStack() as opened:
-        sockets = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [own.getsockname()[1] for own in sockets]
 
 
 async def _started(deployment: Deployment, settings: LocalSettings) -> None:

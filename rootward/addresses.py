@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rootward.errors import ConfigurationError
 
@@ -38,3 +41,20 @@ def advertised(address: str) -> str:
             f"advertise: is empty, and this machine's name {name} has no address for {address} ({error}); name what peers dial"
         ) from error
     return join_host_port(min((str(info[4][0]) for info in found), key=lambda own: ":" in own), int(port))
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of 127.0.0.1 for a server that starts within the block.
+
+    On Linux no other process gets it by chance, even before the server listens and while it restarts: a bound socket keeps it from those
+    that ask for any port or connect, but not from a server that is told the port and sets SO_REUSEADDR or SO_REUSEPORT, as servers do.
+    Elsewhere it is a port that was free at the time of the call."""
+    with socket.socket() as held:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            held.setsockopt(socket.SOL_SOCKET, option, 1)
+        held.bind(("127.0.0.1", 0))
+        port = int(held.getsockname()[1])
+        if sys.platform != "linux":
+            held.close()
+        yield port

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import shlex
-import socket
 import sys
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from rootward import demo
+from rootward.addresses import reserved_port
 from rootward.cli.serve import address_of, services_running, url_of
 from rootward.client import AsyncClient, Speculation
 from rootward.errors import APIError, ConfigurationError
@@ -125,17 +125,17 @@ def parser() -> argparse.ArgumentParser:
 
 def _measured(given: argparse.Namespace) -> list[Measured]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    admin = f"127.0.0.1:{_free_port()}"
-    flags = service_flags(
-        given.target,
-        given.draft,
-        sessions=given.load,
-        threads=given.threads,
-        nodes=given.nodes,
-        model_flags=["--device", given.device, "--dtype", given.dtype],
-        admin=admin,
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with reserved_port() as port, Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        admin = f"127.0.0.1:{port}"
+        flags = service_flags(
+            given.target,
+            given.draft,
+            sessions=given.load,
+            threads=given.threads,
+            nodes=given.nodes,
+            model_flags=["--device", given.device, "--dtype", given.dtype],
+            admin=admin,
+        )
         task = progress.add_task("starting services", total=1.0)
         with services_running(flags, start_timeout_s=given.start_timeout_s) as lines:
             progress.update(task, description="measuring")
@@ -235,12 +235,6 @@ def _title(given: argparse.Namespace) -> str:
 def _name(spec: str) -> str:
     """A model's name without the folders above it."""
     return spec if ":" in spec else Path(spec).name or spec
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def default_threads() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,7 +201,8 @@ async def test_sessions_of_a_drafter_that_goes_get_trees_from_another(dies: bool
 
 def test_serve_all_gives_both_services_the_head_and_the_drafter_its_target(tmp_path: Path) -> None:
     settings = LocalSettings(model="there", draft_model="head:here", redis_url="none")
-    deployment = _deployment(settings, str(tmp_path), None)
+    with ExitStack() as reserved:
+        deployment = _deployment(settings, str(tmp_path), reserved=reserved)
     verifier = VerifierSettings.load(deployment.verifier._command[3:])
     drafter = DrafterSettings.load(deployment.drafters[0]._command[3:])
     assert (verifier.head_folder, verifier.local_draft) == ("here", "ngram")

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cache
 from types import TracebackType
 from typing import IO, Self
 
 from support.fork_server import Forked, ForkServer, third_party_environment
 
+from rootward.addresses import reserved_port
+
 START_S = 240.0
 STOP_S = 20.0
 
 
+_reserved = ExitStack()
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of 127.0.0.1 that no other process gets by chance as long as this one runs."""
+    return _reserved.enter_context(reserved_port())
 
 
 RUNNING: set[Service] = set()  # whose logs a failing test shows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from verifier_service.settings import VerifierSettings
 
 def started(*flags: str) -> tuple[GatewaySettings, VerifierSettings, list[DrafterSettings]]:
     """What the processes make of their command lines."""
-    deployment = _deployment(LocalSettings.load(["--redis-url", "none", *flags]), "/tmp", None)
+    deployment = _deployment(LocalSettings.load(["--redis-url", "none", *flags]), "/tmp", reserved=ExitStack())
     gateway, verifier, *drafters = (child._command[3:] for child in deployment.services)
     found = [DrafterSettings.load(flags) for flags in drafters]
     return GatewaySettings.load(gateway), VerifierSettings.load(verifier), found
@@ -64,7 +65,7 @@ def test_the_target_has_all_threads_and_drafters_share_half_as_many(threads: int
 def test_drafters_of_heads_share_all_threads() -> None:
     """They work only while the target waits."""
     flags = ["--redis-url", "none", "--model", "owner/name", "--draft-model", "head:/heads/one", "--num-threads", "4"]
-    deployment = _deployment(LocalSettings.load([*flags, "--num-drafters", "2"]), "/tmp", None)
+    deployment = _deployment(LocalSettings.load([*flags, "--num-drafters", "2"]), "/tmp", reserved=ExitStack())
     for drafter in deployment.drafters:
         command = drafter._command
         assert command[command.index("--num-threads") + 1] == "2"
