@@ -32,6 +32,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 from urllib.parse import quote
+from uuid import uuid4
 
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.lock import Lock
@@ -300,15 +301,19 @@ class RedisStore:
     @asynccontextmanager
     async def suspicion(self) -> AsyncGenerator[None]:
         lock = Lock(self._client, self._key("suspicion"), timeout=SUSPICION_S, thread_local=False)
-        while True:
-            async with self._answering():
-                if await lock.acquire(blocking=False):
-                    break
-            await asyncio.sleep(SUSPICION_POLL_S)
+        token = uuid4().hex.encode()
         try:
+            while True:
+                async with self._answering():
+                    if await lock.acquire(blocking=False, token=token):
+                        break
+                await asyncio.sleep(SUSPICION_POLL_S)
             yield
         finally:
-            with suppress(StoreUnavailable, LockError):  # it has expired
+            lock.local.token = (
+                token  # a call of `acquire` that was cancelled may have taken the lock without knowing it
+            )
+            with suppress(StoreUnavailable, LockError):  # it has expired, or was never taken
                 async with self._answering():
                     await lock.release()
 

@@ -12,7 +12,7 @@ from support.records import record_of
 from unit.gateway.redis_for_tests import redis_server, running
 from unit.gateway.service_for_tests import IDS, TEXT, collect, serving
 
-from gateway.redis_store import open_store
+from gateway.redis_store import RedisStore, open_store
 from gateway.requests import GenerateRequest
 from gateway.session_store import MemoryStore, Run, StoreUnavailable, Write
 from rootward.core.requests import TokenLogprob
@@ -263,6 +263,23 @@ async def test_one_request_is_under_suspicion_at_a_time(store):
         await tasks[0]
     await asyncio.gather(*tasks[1:])
     assert together in ([1, 1, 1], [1, 1, 1, 1])
+
+
+async def test_a_request_that_is_cancelled_while_it_takes_the_lock_of_suspicion_does_not_keep_it(store):
+    async def one():
+        async with store.suspicion():
+            await asyncio.sleep(0.001)
+
+    for i in range(100):
+        task = asyncio.create_task(one())
+        await asyncio.sleep(3e-5 * i)  # somewhere in the round trip of the lock
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        if isinstance(store, RedisStore):
+            assert not await store._client.exists("rw:suspicion")
+    async with store.suspicion():
+        pass
 
 
 async def test_poison_is_remembered_for_its_time(store, name):
