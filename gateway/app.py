@@ -132,6 +132,7 @@ def build_app(
         return answer_schemas.DeletedResponse(id=response_id)
 
     @app.get("/v1/models")
+    @app.get("/v1/models/", include_in_schema=False)  # otherwise the path of a model without a name
     async def list_models() -> answer_schemas.ModelList:
         """The models served."""
         cards = [answer_schemas.ModelCard.of(s.served_model, s.model, created) for s in models.listed()]

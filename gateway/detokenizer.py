@@ -13,6 +13,7 @@ _MOVE_AT = 24  # length of the window, in tokens, at which it moves
 _MOVE_ANYWAY_AT = 64  # the same without a clean end in the window
 _OVERLAP = 4  # fewest tokens that stay in the window
 _CONTEXT = 8  # tokens of the prompt that the first output token is decoded with
+_CUT = 3  # most tokens by which a character is cut at an end of the prompt's part that is looked at
 _PART = 32  # tokens after which `Output.push` releases text
 
 
@@ -41,11 +42,11 @@ class Detokenizer:
     ):
         self._decode = decode
         self._hidden = hidden
-        self._window = [t for t in context[-_CONTEXT:] if t not in hidden]
+        self._window, self._num_returned = _end_of([t for t in context[-_CONTEXT - _CUT :] if t not in hidden], decode)
         self._clean_ends: list[int] = []  # lengths of the window at which its text ended with a whole character
         self._num_dirty = 0  # tokens since the last clean end
-        text = decode(self._window) if self._window else ""
-        self._num_returned = len(text.rstrip(REPLACEMENT))  # characters of the window's text
+        # Marks at the end of the prompt: bytes that may become a character of the output; what does not is no output.
+        self._num_broken = len(decode(self._window)) - self._num_returned if self._window else 0
 
     @property
     def pending(self) -> bool:
@@ -82,6 +83,9 @@ class Detokenizer:
     def _return(self, final: str) -> str:
         piece = final[self._num_returned :]
         self._num_returned = max(self._num_returned, len(final))
+        if piece and self._num_broken:
+            num_marks = len(piece) - len(piece.lstrip(REPLACEMENT))
+            piece, self._num_broken = piece[min(num_marks, self._num_broken) :], 0
         return piece
 
     def _move(self) -> None:
@@ -97,6 +101,21 @@ class Detokenizer:
             self._window = self._window[cut:]
             self._clean_ends = [end - cut for end in self._clean_ends if end > cut]
             self._num_returned = len(final)
+
+
+def _end_of(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> tuple[list[int], int]:
+    """(the last tokens of a prompt, number of whole characters of their text).
+
+    A byte-fallback decoder writes a whole row of bytes as marks if one of its characters is cut. So the tokens begin at a character, and
+    the whole characters are counted without a last one that is cut.
+    """
+    for num_cut in range(_CUT + 1):
+        for size in range(_CONTEXT, _CONTEXT + _CUT + 1):
+            text = decode(whole) if (whole := tokens[-size : len(tokens) - num_cut]) else ""
+            if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
+                return list(tokens[-size:]), len(text)
+    window = list(tokens[-_CONTEXT:])
+    return window, len(decode(window).rstrip(REPLACEMENT))
 
 
 @dataclass(frozen=True, slots=True)

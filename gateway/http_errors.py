@@ -94,6 +94,7 @@ _VALUE_TYPES = {
     "list_type": "a list",
     "dict_type": "an object",
     "model_type": "an object",
+    "model_attributes_type": "an object",
     "none_required": "null",
 }
 

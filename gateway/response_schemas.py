@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
+import orjson
 from pydantic import (
+    AfterValidator,
     Discriminator,
     Field,
     Tag,
@@ -21,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from gateway.grammar_check import MAX_DEPTH, json_depth
 from gateway.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -173,9 +176,24 @@ def items_of(output: Iterable[Mapping[str, object]]) -> list[InputItem]:
 # -- The request --------------------------------------------------------------------------------------------------------
 
 
+def _repeatable(schema: dict[str, Any]) -> dict[str, Any]:
+    """Refuses a schema that the answer, which repeats it, could not spell: integers beyond 64 bits, lone surrogates, deep nesting."""
+    try:
+        text = orjson.dumps(schema).decode()
+    except TypeError as error:
+        raise refused(f"cannot be repeated in the answer ({error}); change it") from None
+    if (depth := json_depth(text)) > MAX_DEPTH:
+        raise refused(f"is nested {depth} deep; the limit is {MAX_DEPTH}")
+    return schema
+
+
+RepeatedSchema = Annotated[dict[str, Any], AfterValidator(_repeatable)]
+
+
 class ResponseTool(FunctionTool):
     """A function; in a chat it is a member of the tool."""
 
+    parameters: RepeatedSchema = Field(default={})
     type: Annotated[
         str, only("function", fix="use functions, which the client calls"), WithJsonSchema({"const": "function"})
     ]
@@ -198,7 +216,7 @@ class TextFormat(Body):
     name: str = ""
     description: str = ""
     strict: bool = False
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: RepeatedSchema | None = Field(None, alias="schema")
 
     @model_validator(mode="after")
     def _has_schema(self) -> TextFormat:

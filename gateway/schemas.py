@@ -279,6 +279,14 @@ def bounded_depth(field: str) -> Iterator[None]:
         raise InvalidRequest(field, "a schema", "is nested too deeply; make it flatter") from None
 
 
+def structure_of(field: str, form: Form, text: str) -> Structure:
+    """A form of the output that the gateway wrote down. InvalidRequest, with the name of its field, if it is too long or not Unicode."""
+    try:
+        return Structure(form, text)
+    except ValueError as error:  # names the form, which the client may not have sent
+        raise InvalidRequest.from_message(f"{field}: {str(error).partition(': ')[2]}") from error
+
+
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -293,8 +301,9 @@ class ResponseFormat(Body):
     @property
     def structure(self) -> Structure | None:
         if self.json_schema is not None:
-            with bounded_depth("response_format.json_schema.schema"):
-                return Structure(Form.JSON_SCHEMA, json.dumps(self.json_schema.schema_, ensure_ascii=False))
+            field = "response_format.json_schema.schema"
+            with bounded_depth(field):
+                return structure_of(field, Form.JSON_SCHEMA, json.dumps(self.json_schema.schema_, ensure_ascii=False))
         return Structure(Form.JSON_OBJECT) if self.type == "json_object" else None
 
 
@@ -318,6 +327,10 @@ class StructuredOutputs(Body):
 
     @property
     def structure(self) -> Structure:
+        with refusing():
+            return self._structure()
+
+    def _structure(self) -> Structure:
         if isinstance(self.json_, str):
             return Structure(Form.JSON_SCHEMA, self.json_)
         if self.json_ is not None:
@@ -706,7 +719,7 @@ class ChatRequest(GenerationBody, Conversation):
                 text = grammar_of_choice(form, functions, parallel=parallel, output=output, marks=marks)
         except (TypeError, ValueError):  # of the text that `structured_outputs.json` may be
             raise InvalidRequest("structured_outputs.json", "a text", "is no JSON object") from None
-        return Structure(Form.GRAMMAR, text)
+        return structure_of("tools", Form.GRAMMAR, text)
 
     @property
     def output_form(self) -> Structure | None:
@@ -720,7 +733,7 @@ class ChatRequest(GenerationBody, Conversation):
                 schema = parameters or {"type": "object"}
             else:
                 schema = forced_schema(functions, parallel=self.parallel_tool_calls)
-            return Structure(Form.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+            return structure_of("tools", Form.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
 
     def chat(self, messages: list[Message]) -> Chat:
         chat = super().chat(messages)
@@ -749,6 +762,8 @@ class TokenizeRequest(Conversation):
 
     @property
     def text_or_chat(self) -> str | Chat:
+        if self.prompt is not None and self.messages is not None:
+            raise InvalidRequest("messages", "given", "beside prompt; send one of them")
         if self.prompt is not None:
             return self.prompt
         if self.messages is not None:

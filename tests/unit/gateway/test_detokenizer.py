@@ -28,8 +28,32 @@ def test_text_behind_a_prompt(text, at):
     tokenizer = byte_level()
     ids = tokenizer.encode(text + "x")
     prompt, output = ids[:at], ids[at:]
-    before = tokenizer.decode(prompt).rstrip("\ufffd")
-    assert "".join(pieces(tokenizer, output, prompt)) == tokenizer.decode(ids)[len(before) :]
+    before, whole = tokenizer.decode(prompt), tokenizer.decode(ids)
+    while not whole.startswith(before):  # a character that is cut is of the output; U+FFFD itself is of the prompt
+        before = before[:-1]
+    assert "".join(pieces(tokenizer, output, prompt)) == whole[len(before) :]
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level, sentence_piece])
+@pytest.mark.parametrize("prompt", ["the \ufffd", "the \ufffd\ufffd", "\ufffd"])
+@pytest.mark.parametrize("output", ["a", "日a", "\ufffda"])
+def test_a_mark_that_ends_the_prompt_is_not_of_the_output(tokenizer, prompt, output):
+    """U+FFFD itself, as in a prompt with text that was broken before, not the first bytes of a character."""
+    before = tokenizer().encode(prompt)
+    ids = tokenizer().encode(prompt + output)[len(before) :]
+    assert "".join(pieces(tokenizer(), ids, before)) == output
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2])
+@pytest.mark.parametrize("prompt", ["the 日本語", "日本語日本語", "é😀😀日", "the cat 日"])
+@pytest.mark.parametrize("output", ["a.", "本a", "😀"])
+def test_a_prompt_that_ends_with_bytes(prompt, output, cut):
+    """The text of the output does not depend on where in the row of bytes the prompt is looked at, nor on where it ends."""
+    tokenizer = sentence_piece()
+    ids = tokenizer.encode(prompt + output)
+    at = len(tokenizer.encode(prompt)) - cut
+    whole = prompt[:-1] if cut else prompt
+    assert "".join(pieces(tokenizer, ids[at:], ids[:at])) == tokenizer.decode(ids)[len(whole) :]
 
 
 @given(TEXTS)

@@ -227,6 +227,13 @@ async def test_refusals(body, status, code, param, stream):
         assert not verifier.requests
 
 
+@pytest.mark.parametrize(("body", "shown"), [([1], "'list'"), ("x", "'x'"), (3, "3")])
+async def test_a_body_that_is_no_object(body, shown):
+    async with api() as (_, client):
+        response = await client.post("/v1/completions", json=body)
+        assert response.json()["error"]["message"] == f"body: {shown} is not an object"
+
+
 async def test_busy_gone_late_and_doubled():
     verifier = SpellingVerifier(delay_s=0.1)
     async with api(verifier, max_num_seqs=1, max_num_queued_reqs=0, redispatch_wait_s=0.2) as (service, client):
@@ -298,6 +305,7 @@ async def test_models_health_version_and_metrics():
         (card,) = (await client.get("/v1/models")).json()["data"]
         assert (card["id"], card["max_model_len"], card["object"]) == ("demo", 256, "model")
         assert (await client.get("/v1/models/demo")).json() == card
+        assert (await client.get("/v1/models/")).json()["data"] == [card]
         missing = await client.get("/v1/models/other")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
         for path, ready in [("/health", 200), ("/health/live", 200), ("/health/ready", 200)]:
@@ -449,6 +457,7 @@ async def test_tokenize_detokenize_and_load():
             ("/tokenize", {}, "prompt"),
             ("/tokenize", {"prompt": 3}, "prompt"),
             ("/tokenize", {"messages": [{"role": "user", "content": "a"}]}, "messages"),
+            ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "messages"),
             ("/detokenize", {"tokens": [-1]}, "tokens"),
             ("/detokenize", {"tokens": "a"}, "tokens"),
         ):

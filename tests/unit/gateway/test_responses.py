@@ -2,7 +2,7 @@
 
 import json
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
+from functools import partial, reduce
 
 import httpx
 import openai
@@ -368,6 +368,13 @@ async def test_redis_stores_within_its_bounds():
 # -- Refusals -----------------------------------------------------------------------------------------------------------
 
 IMAGE = {"type": "input_image", "image_url": "data:,"}
+# Schemas that no answer could have: JSON that the serialiser does not write.
+UNREPEATABLE = [{"maximum": 2**64}, {"title": "\ud800"}, reduce(lambda inner, _: {"items": inner}, range(300), {})]
+
+
+def schema_of(schema):
+    """The option for a text of this form."""
+    return {"text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}}
 
 
 @pytest.mark.parametrize(
@@ -400,6 +407,8 @@ IMAGE = {"type": "input_image", "image_url": "data:,"}
         ("invalid_value", "top_logprobs", {"top_logprobs": 2}),
         ("invalid_value", "metadata", {"metadata": {"a": 1}}),
         ("invalid_value", "previous_response_id", {"previous_response_id": "a b"}),
+        *(("invalid_value", "tools[0].parameters", {"tools": [WEATHER | {"parameters": s}]}) for s in UNREPEATABLE),
+        *(("invalid_value", "text.format.schema", schema_of(s)) for s in UNREPEATABLE),
     ],
 )
 async def test_refusals_name_the_parameter(code, param, more):
@@ -407,7 +416,8 @@ async def test_refusals_name_the_parameter(code, param, more):
         service.tokenizer = with_tools()
         transport = httpx.ASGITransport(build_app(Models([service])), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
-            told = await client.post("/v1/responses", json={"input": "hi"} | more)
+            text = json.dumps({"input": "hi"} | more)  # as text, since httpx does not write lone surrogates
+            told = await client.post("/v1/responses", content=text)
         error = told.json()["error"]
         assert (told.status_code, error["code"], error["param"].partition(".a")[0]) == (400, code, param)
         assert error["message"].startswith(param)

@@ -37,7 +37,7 @@ from gateway.tools import (
     forced_schema,
     grammar_of_choice,
 )
-from rootward.core.requests import Form, Structure
+from rootward.core.requests import MAX_FORM, Form, Structure
 from rootward.core.tree import root_only
 from rootward.engine.grammar import Grammars, Vocabulary
 
@@ -354,6 +354,11 @@ async def test_arguments_nested_too_deeply_are_refused():
     assert 400 in statuses
 
 
+def function_of(parameters, **more):
+    """A tool with these parameters."""
+    return {"type": "function", "function": {"name": "f", "parameters": parameters, **more}}
+
+
 @pytest.mark.parametrize(
     ("body", "code", "param"),
     [
@@ -375,6 +380,15 @@ async def test_arguments_nested_too_deeply_are_refused():
         ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "invalid_value", "response_format"),
         ({"tools": [WEATHER], "structured_outputs": {"regex": "a"}}, "unsupported_parameter", "tools"),
         ({"tools": [WEATHER], "structured_outputs": {"json": "3"}}, "invalid_value", "structured_outputs.json"),
+        ({"structured_outputs": {"regex": ""}}, "invalid_value", "regex"),
+        ({"structured_outputs": {"grammar": " "}}, "invalid_value", "grammar"),
+        ({"tools": [function_of({"title": "\ud800"})], "tool_choice": "required"}, "invalid_value", "tools"),
+        ({"tools": [function_of({"title": "x" * MAX_FORM}, strict=True)]}, "invalid_value", "tools"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"title": "\ud800"}}}},
+            "invalid_value",
+            "response_format.json_schema.schema",
+        ),
     ],
 )  # fmt: skip
 async def test_refusals_name_the_parameter(body, code, param):
@@ -382,7 +396,8 @@ async def test_refusals_name_the_parameter(body, code, param):
         service.tokenizer = with_tools()
         transport = httpx.ASGITransport(build_app(Models([service])), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
-            answer = await client.post("/v1/chat/completions", json={"messages": CHAT} | body)
+            text = json.dumps({"messages": CHAT} | body)  # as text, since httpx does not write lone surrogates
+            answer = await client.post("/v1/chat/completions", content=text)
         error = answer.json()["error"]
         assert (answer.status_code, error["code"], error["param"]) == (400, code, param)
 
