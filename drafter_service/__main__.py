@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from drafter_service.growth_loop import DrafterService, Key, without_model
+from drafter_service.growth_loop import DrafterService, without_model
 from drafter_service.lookup_grower import LookupGrower
+from drafter_service.metrics import Key
 from drafter_service.servicer import DrafterServicer
 from drafter_service.settings import DrafterSettings
 from rootward.addresses import advertised
@@ -47,7 +48,6 @@ def build(model: DraftModel, settings: DrafterSettings) -> DrafterService:
         model,
         incarnation=secrets.randbits(64),
         max_rows=rows,
-        prefill_chunk=rows,
         best_first=best_first,
         group=lambda key: key[0],
     )

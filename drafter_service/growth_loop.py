@@ -21,7 +21,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 import rootward
-from drafter_service.metrics import GAUGES, Spans
+from drafter_service.metrics import GAUGES, Key, Spans
 from drafter_service.stream import Stream
 from rootward.clock import Watchdog
 from rootward.core.frames import (
@@ -50,7 +50,6 @@ if TYPE_CHECKING:  # a drafter without a model loads no torch
 
 log = structlog.get_logger("drafter")
 
-Key = tuple[int, int]  # (stream, slot)
 Mail = tuple[Stream, ToDrafter | None, float]  # stream, received frame (None: the stream has ended), time of reception
 Answer = tuple[Stream, Grow | NeedSync | Reject]
 

@@ -72,10 +72,6 @@ class LookupGrower(Generic[K]):
         """Start a tree. Returns a Reject if it is refused."""
         if key in self.trees:
             return Reject(message.slot, "slot is open already; use a new number")
-        try:
-            message.strategy.check_mode(message.law)
-        except ValueError as wrong:
-            return Reject(message.slot, str(wrong))
         if fault := message.fault(MAX_NODES):
             return Reject(message.slot, fault)
         if len(message.prefix) > self.info.max_positions:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any
-
-import grpc
 
 from rootward.core.frames import ToDrafter
 from rootward.errors import InvalidRequest
@@ -15,10 +12,9 @@ from rootward.v1 import drafter_pb2, drafter_pb2_grpc
 from rootward.wire.channel import split_message
 from rootward.wire.drafter_codec import FROM_DRAFTER, INFO, to_drafter_from_pb
 from rootward.wire.server import RpcServer
-from rootward.wire.status import errors_as_status
+from rootward.wire.status import Context, errors_as_status
 
 NAME = drafter_pb2.DESCRIPTOR.services_by_name["Drafter"].full_name
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 async def frames_of(messages: AsyncIterator[drafter_pb2.ToDrafter]) -> AsyncIterator[ToDrafter]:

@@ -354,10 +354,9 @@ def round_object(one: Round, names: TokenNames) -> Json:
 
 def speculation_object(stats: SpeculationStats) -> Json:
     """Names and meanings of vLLM: the acceptance length counts the bonus token."""
-    rate = stats.num_accepted_draft_tokens / stats.num_draft_tokens if stats.num_draft_tokens else 0.0
     return asdict(stats) | {
         "mean_acceptance_length": stats.mean_acceptance_length,
-        "draft_acceptance_rate": rate,
+        "draft_acceptance_rate": stats.draft_acceptance_rate,
         "block_efficiency": stats.block_efficiency,
     }
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 
 from gateway.requests import Delta, Ending, GenerateRequest
+from rootward import metrics
 from rootward.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
 
 # Below vLLM's first bucket: speculative tokens come in runs, and share the time of their run.
@@ -42,13 +44,7 @@ class Metrics:
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
         self.delivered = Delivered()
-
-        def counter(name: str, meaning: str, *labels: str) -> Counter:
-            return Counter(f"rootward_{name}", meaning, labels, registry=registry)
-
-        def histogram(name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"rootward_{name}", meaning, registry=registry, buckets=buckets)
-
+        counter, histogram = partial(metrics.counter, registry), partial(metrics.histogram, registry)
         self.success = counter("request_success", "Generations that ended.", "finished_reason")
         self.refused = counter("requests_refused", "Requests that failed, by cause.", "reason")
         self.rejected = counter("requests_rejected", "Requests that may be tried again elsewhere or later.", "reason")
@@ -128,18 +124,18 @@ class RequestMetrics:
 
     def _ended(self, ending: Ending) -> None:
         self._over = True
-        metrics, usage, timing = self._metrics, ending.usage, ending.timing
-        metrics.success.labels(ending.reason.value).inc()
-        metrics.prompt.inc(usage.prompt_tokens)
-        metrics.cached.inc(usage.cached_tokens)
-        metrics.delivered.num_requests += 1
-        metrics.prompt_size.observe(usage.prompt_tokens)
-        metrics.output_size.observe(usage.completion_tokens)
-        metrics.ttft.observe(timing.ttft_ms / 1000)
-        metrics.e2e.observe(timing.total_ms / 1000)
-        metrics.queue.observe(timing.queue_ms / 1000)
-        metrics.prefill.observe((timing.ttft_ms - timing.queue_ms) / 1000)
-        metrics.decode.observe(timing.decode_ms / 1000)
-        metrics.inference.observe((timing.total_ms - timing.queue_ms) / 1000)
+        own, usage, timing = self._metrics, ending.usage, ending.timing
+        own.success.labels(ending.reason.value).inc()
+        own.prompt.inc(usage.prompt_tokens)
+        own.cached.inc(usage.cached_tokens)
+        own.delivered.num_requests += 1
+        own.prompt_size.observe(usage.prompt_tokens)
+        own.output_size.observe(usage.completion_tokens)
+        own.ttft.observe(timing.ttft_ms / 1000)
+        own.e2e.observe(timing.total_ms / 1000)
+        own.queue.observe(timing.queue_ms / 1000)
+        own.prefill.observe((timing.ttft_ms - timing.queue_ms) / 1000)
+        own.decode.observe(timing.decode_ms / 1000)
+        own.inference.observe((timing.total_ms - timing.queue_ms) / 1000)
         if usage.completion_tokens > 1:
-            metrics.tpot.observe(timing.decode_ms / 1000 / (usage.completion_tokens - 1))
+            own.tpot.observe(timing.decode_ms / 1000 / (usage.completion_tokens - 1))

@@ -1,16 +1,16 @@
-"""Collectors for Prometheus: values that are read at every scrape, metrics of several models, and metrics under vLLM's names."""
+"""Metrics for Prometheus under our names; collectors of values that are read at every scrape, of several models, and under vLLM's names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-Read = Callable[[], Mapping[str, float]]
+Read = Callable[[], Mapping[str, float | Mapping[str, float]]]
 
 PREFIX = "rootward_"
 VLLM_PREFIX = "vllm:"
@@ -43,8 +43,21 @@ SAME = {
 }
 
 
+def counter(registry: CollectorRegistry, name: str, meaning: str, *labels: str) -> Counter:
+    """A new counter; its name is without the prefix `rootward_`."""
+    return Counter(PREFIX + name, meaning, labels, registry=registry)
+
+
+def histogram(
+    registry: CollectorRegistry, name: str, meaning: str, buckets: Sequence[float], *labels: str
+) -> Histogram:
+    """A new histogram; its name is without the prefix `rootward_`."""
+    return Histogram(PREFIX + name, meaning, labels, registry=registry, buckets=buckets)
+
+
 class Gauges(Collector):
-    """Names (without the prefix `rootward_`; counters end in `_total`) → values, read at every scrape."""
+    """Names (without the prefix `rootward_`; counters end in `_total`) → values, read at every scrape: one for each metric, or one for each
+    drafter by its address."""
 
     def __init__(self, registry: CollectorRegistry, meanings: Mapping[str, str], read: Read) -> None:
         self._meanings = meanings
@@ -54,8 +67,15 @@ class Gauges(Collector):
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         values = self._read()
         for name, meaning in self._meanings.items():
-            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            yield family(f"rootward_{name}", meaning, value=values[name])
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            value = values[name]
+            if not isinstance(value, Mapping):
+                yield kind(PREFIX + name, meaning, value=value)
+                continue
+            family = kind(PREFIX + name, meaning, labels=["drafter"])
+            for drafter, own in value.items():
+                family.add_metric([drafter], float(own))
+            yield family
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -71,6 +71,11 @@ class SpeculationStats:
         """Tokens per *tree* round, bonus included (vLLM's meaning)."""
         return 1.0 + self.num_accepted_draft_tokens / self.num_spec_steps if self.num_spec_steps else 0.0
 
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Share of the draft tokens that were accepted."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:

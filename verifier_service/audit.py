@@ -27,14 +27,14 @@ from typing import Any
 
 import numpy as np
 import structlog
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis, RedisCluster
 
 from rootward.core.arrays import Floats
 from rootward.core.audit import STRATEGIES, Draws, Record, joined
 from rootward.errors import Unavailable
+from rootward.metrics import Gauges, counter
 from rootward.redis_client import KEY_PREFIX, answering
-from verifier_service.link_metrics import DrafterGauges
 
 log = structlog.get_logger("verifier.audit")
 
@@ -93,13 +93,9 @@ class DrafterAudit:
         self._worker, self._wall_s = worker, wall_s
         self._drafters: dict[str, Audited] = {}
         self._new = asyncio.Event()
-        self._alarms = Counter(
-            "rootward_drafter_audit_alarms",
-            "Drafters that were caught drawing from another distribution than they declare.",
-            ["drafter"],
-            registry=registry,
-        )
-        DrafterGauges(registry, GAUGES, self._values)
+        meaning = "Drafters that were caught drawing from another distribution than they declare."
+        self._alarms = counter(registry, "drafter_audit_alarms", meaning, "drafter")
+        Gauges(registry, GAUGES, self._values)
 
     def trusts(self, drafter: str, pool: str) -> bool:
         """Whether trees of this drafter may be verified by ratio tests. Depends on past rounds alone. With a Redis a drafter is not trusted
@@ -121,8 +117,12 @@ class DrafterAudit:
         if sum(map(len, audited.pending)) >= BATCH_DRAWS:
             self._evaluate(drafter, audited)
 
-    def _values(self) -> dict[str, tuple[float, float]]:
-        return {name: (one.record.log_wealth, bool(one.caught)) for name, one in sorted(self._drafters.items())}
+    def _values(self) -> dict[str, dict[str, float]]:
+        known = sorted(self._drafters.items())
+        return {
+            "drafter_audit_log_wealth": {name: one.record.log_wealth for name, one in known},
+            "drafter_audit_caught": {name: bool(one.caught) for name, one in known},
+        }
 
     def gauges(self) -> dict[str, float]:
         """Of drafters that were caught, by address."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 
+from rootward import metrics
 from rootward.demand import DemandCollector, VerifierDemand
 from rootward.metrics import Gauges, Read
 from rootward.tracing import start_span, traceparent_of
@@ -39,13 +41,7 @@ class Metrics:
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
         self.links = LinkMetrics(registry)
-
-        def counter(name: str, meaning: str, *labels: str) -> Counter:
-            return Counter(f"rootward_{name}", meaning, labels, registry=registry)
-
-        def histogram(name: str, meaning: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(f"rootward_{name}", meaning, labels, registry=registry, buckets=buckets)
-
+        counter, histogram = partial(metrics.counter, registry), partial(metrics.histogram, registry)
         self._drafts = counter("spec_decode_num_drafts", "Rounds that verified a tree.")
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Nodes verified, roots excluded.")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Draft tokens accepted, bonus excluded.")

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
-
-import grpc
 
 from rootward.core.requests import VerifierRequest
 from rootward.errors import InvalidRequest, Unavailable
@@ -15,11 +12,10 @@ from rootward.ports import Verifier
 from rootward.v1 import verifier_pb2, verifier_pb2_grpc
 from rootward.wire.feed import Feeds
 from rootward.wire.server import RpcServer
-from rootward.wire.status import errors_as_status
+from rootward.wire.status import Context, errors_as_status
 from rootward.wire.verifier_codec import INFO, request_from_pb
 
 NAME = verifier_pb2.DESCRIPTOR.services_by_name["Verifier"].full_name
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServicer):

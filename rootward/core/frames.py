@@ -160,9 +160,13 @@ class Open:
     def fault(self, most_nodes: int) -> str:
         """Why the message is refused; "" if it is valid."""
         shape = {name: getattr(self, name) for name in ("node_cap", "max_depth", "topk", "num_atoms")}
-        if self.prefix and min(shape.values()) >= 1 and sum(self.caps) <= most_nodes:
-            return ""
-        return f"prefix of {len(self.prefix)} tokens, {shape}, ahead_cap {self.ahead_cap}: out of range"
+        if not self.prefix or min(shape.values()) < 1 or sum(self.caps) > most_nodes:
+            return f"prefix of {len(self.prefix)} tokens, {shape}, ahead_cap {self.ahead_cap}: out of range"
+        try:
+            self.strategy.check_mode(self.law)
+        except ValueError as wrong:
+            return str(wrong)
+        return ""
 
     @property
     def largest_token(self) -> int:

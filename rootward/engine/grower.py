@@ -110,11 +110,11 @@ class GrowingTree:
             return not self.rest_sent
         return self.num_readable > 0 if self.pending else self.growth.busy or not self.rest_sent
 
-    def wanted_rows(self, most: int, chunk: int) -> int:
-        """Rows in the next level: at most `chunk` of unread text or `most` frontier nodes."""
+    def wanted_rows(self, most: int) -> int:
+        """Rows in the next level, at most `most`: of unread text or frontier nodes."""
         if self.exhausted or not self.wants_tree:
             return 0
-        return min(self.num_readable, chunk) if self.pending else self.growth.wanted_rows(most)
+        return min(self.num_readable, most) if self.pending else self.growth.wanted_rows(most)
 
     def path(self, node: int) -> list[int]:
         """Tokens from the root to a node."""
@@ -189,14 +189,13 @@ class Grower(Generic[K]):
         *,
         incarnation: int,
         max_rows: int = 256,
-        prefill_chunk: int = 256,
         best_first: BestFirst | None = None,
         group: Callable[[K], Hashable] = lambda _: 0,
         ahead_budget: AheadBudget | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.model, self.incarnation, self._group = model, incarnation, group
-        self.max_rows, self.prefill_chunk = max_rows, prefill_chunk
+        self.max_rows = max_rows
         self.best_first, self.ahead_budget = best_first or BestFirst(), ahead_budget or AheadBudget()
         self.feature_size: int = getattr(model, "feature_size", 0)  # of a draft head (`engine.head_model`)
         self._no_features = np.zeros((0, self.feature_size), np.float32)
@@ -239,10 +238,6 @@ class Grower(Generic[K]):
             return f"prefix of {len(message.prefix)} tokens does not fit the draft context of {info.max_positions}"
         if (largest := message.largest_token) >= info.vocab_size:
             return f"token {largest} is outside the draft vocabulary of {info.vocab_size}"
-        try:
-            message.strategy.check_mode(message.law)
-        except ValueError as wrong:
-            return str(wrong)
         return ""
 
     def add_features(self, key: K, message: OpenFeatures) -> Reject | None:
@@ -425,7 +420,7 @@ class Grower(Generic[K]):
 
     def _rows(self, active: list[GrowingTree]) -> list[tuple[GrowingTree, Rows, list[int]]]:
         """(tree, rows of the forward, nodes to expand from its logits) of each tree; pending text before frontier nodes."""
-        wanted = [growing.wanted_rows(self.max_rows, self.prefill_chunk) for growing in active]
+        wanted = [growing.wanted_rows(self.max_rows) for growing in active]
         shares = fair_shares(wanted, [growing.owner for growing in active], self.max_rows)
         work: list[tuple[GrowingTree, Rows, list[int]]] = []
         for growing, share in zip(active, shares, strict=True):

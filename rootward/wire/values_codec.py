@@ -22,9 +22,9 @@ STATS = Record(SpeculationStats, generate_pb2.SpeculationStats)
 
 def stats_to_pb(value: SpeculationStats) -> generate_pb2.SpeculationStats:
     """The counts, and the two ratios that follow from them."""
-    drafted = value.num_draft_tokens
-    rate = value.num_accepted_draft_tokens / drafted if drafted else 0.0
-    return STATS.to_pb(value, mean_acceptance_length=value.mean_acceptance_length, draft_acceptance_rate=rate)
+    return STATS.to_pb(
+        value, mean_acceptance_length=value.mean_acceptance_length, draft_acceptance_rate=value.draft_acceptance_rate
+    )
 
 
 def logprobs_to_pb(values: Sequence[TokenLogprob]) -> generate_pb2.Logprobs:

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from drafter_service.growth_loop import DrafterService, Key
+from drafter_service.growth_loop import DrafterService
+from drafter_service.metrics import Key
 from rootward.core.frames import Close, Commit, Grow, Hello, NeedSync, Open, Reject, ToDrafter
 from rootward.core.requests import DraftMode, Sampling
 from rootward.demand import DrafterDemand
