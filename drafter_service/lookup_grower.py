@@ -70,16 +70,8 @@ class LookupGrower(Generic[K]):
 
     def open(self, key: K, message: Open) -> Reject | None:
         """Start a tree. Returns a Reject if it is refused."""
-        if key in self.trees:
-            return Reject(message.slot, "slot is open already; use a new number")
-        if fault := message.fault(MAX_NODES):
+        if fault := self.fault(key, message):
             return Reject(message.slot, fault)
-        if len(message.prefix) > self.info.max_positions:
-            return Reject(
-                message.slot,
-                f"prefix of {len(message.prefix)} tokens; texts of at most {self.info.max_positions} are accepted, "
-                "see --max-model-len",
-            )
         cap = message.caps[0]
         tree = LivingTree(
             len(message.prefix),
@@ -97,6 +89,19 @@ class LookupGrower(Generic[K]):
         source = self._sources(message, self._memories.of(shared))
         self.trees[key] = LookupTree(message.slot, tree, source, shape, list(message.prefix), time.monotonic())
         return None
+
+    def fault(self, key: K, message: Open) -> str:
+        """Why the message is refused, whatever room there is; "" if it is valid."""
+        if key in self.trees:
+            return "slot is open already; use a new number"
+        if fault := message.fault(MAX_NODES):
+            return fault
+        if len(message.prefix) > self.info.max_positions:
+            return (
+                f"prefix of {len(message.prefix)} tokens; texts of at most {self.info.max_positions} are accepted, "
+                "see --max-model-len"
+            )
+        return ""
 
     def add_features(self, key: K, message: OpenFeatures) -> Reject:
         """Features are for draft heads."""

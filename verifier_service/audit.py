@@ -176,7 +176,7 @@ class DrafterAudit:
         key, draws, now_s = f"{self._prefix}:audit:{name}", audited.record.num_draws, self._wall_s()
         try:
             async with answering("Redis", TIMEOUT_S, Unavailable):
-                cleared = int(await self._redis.hget(key, CLEARED) or 0)
+                cleared = _number(await self._redis.hget(key, CLEARED))
                 if audited.saved < 0:
                     audited.cleared = cleared
                 elif cleared > audited.cleared:
@@ -187,7 +187,8 @@ class DrafterAudit:
                     await self._redis.hset(key, self._worker, audited.to_json(now_s))
                     await self._redis.expire(key, KEPT_S)
                 known: Any = await self._redis.hgetall(key)
-                others = {w: json.loads(value) for w, value in known.items() if w not in (CLEARED, self._worker)}
+                fields = {w: _seen(value) for w, value in known.items() if w not in (CLEARED, self._worker)}
+                others = {w: seen for w, seen in fields.items() if seen is not None}
                 if gone := [w for w, seen in others.items() if self._is_gone(seen, cleared, told=audited.caught)]:
                     await self._redis.hdel(key, *gone)
         except Unavailable as error:
@@ -196,7 +197,7 @@ class DrafterAudit:
             return
         audited.saved = draws
         counted = [seen for w, seen in others.items() if w not in gone and seen["cleared"] == audited.cleared]
-        audited.record.log_product = audited.own + sum((np.array(seen["log_product"]) for seen in counted), np.zeros(1))
+        audited.record.log_product = audited.own + sum((seen["log_product"] for seen in counted), np.zeros(1))
         audited.asked = True
         self._judge(name, audited, next((seen["caught"] for seen in counted if seen["caught"]), ""))
 
@@ -206,3 +207,23 @@ class DrafterAudit:
             return True
         # Fields of older releases have no time; they go with the hash.
         return seen.get("written_s", math.inf) < self._wall_s() - KEPT_S and (bool(told) or not seen["caught"])
+
+
+def _number(found: object) -> int:
+    """What an operator has counted up; 0 for nothing, and for what is no number."""
+    return int(text) if (text := str(found)).isdecimal() else 0
+
+
+def _seen(value: str) -> dict[str, Any] | None:
+    """The field of another process. None: it cannot be read; it counts for nothing, and must not end the audit of all drafters.
+
+    The alarm of a release with other strategies counts, its wealth cannot be added to ours."""
+    try:
+        seen = json.loads(value)
+        product = np.array(seen["log_product"], dtype=np.float64)
+        own = product if product.shape == (len(STRATEGIES),) else np.zeros(len(STRATEGIES))
+        times = {"written_s": float(seen["written_s"])} if "written_s" in seen else {}
+        return {"cleared": int(seen["cleared"]), "caught": str(seen["caught"]), "log_product": own, **times}
+    except (ValueError, TypeError, KeyError) as error:
+        log.warning("audit_unreadable", error=repr(error))
+        return None

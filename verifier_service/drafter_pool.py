@@ -70,6 +70,7 @@ class DrafterPool:
         self.num_moves = 0
         self._known: set[str] = set()  # addresses that discovery lists
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of links, by name
+        self._ending: set[asyncio.Task[None]] = set()  # those of dropped links, until they have hung up
         self._following: list[asyncio.Task[None]] = []
         self._next_balance_s, self._num_balances = 0.0, 0
 
@@ -84,7 +85,7 @@ class DrafterPool:
         tasks = [*self._following, *self._tasks.values()]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._ending, return_exceptions=True)
 
     @property
     def up(self) -> tuple[str, ...]:
@@ -149,7 +150,10 @@ class DrafterPool:
         """Drop drafters that are no longer listed and hold no trees."""
         for link in [link for link in self.links if link.name not in self._known and not link.drafts]:
             self.links.remove(link)
-            self._tasks.pop(link.name).cancel()
+            task = self._tasks.pop(link.name)
+            task.cancel()
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
 
     # -- placement -----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from rootward.core.frames import Close, Commit, Features, Open, ToDrafter, cumulative, joined_features, opened_at
+from rootward.core.frames import (
+    MAX_FEATURES,
+    Close,
+    Commit,
+    Features,
+    Open,
+    ToDrafter,
+    cumulative,
+    joined_features,
+    opened_at,
+)
 
 
 class SendBuffer:
@@ -31,8 +41,8 @@ class SendBuffer:
         if slot in self._opens:
             self._opens[slot] = opened_at(self._opens[slot], message)
             features = joined_features(self._features.pop(slot, None), message.features, len(message.tokens))
-            if features is not None:
-                self._features[slot] = features
+            if features is not None:  # of a whole window and the tokens since: a drafter refuses more than it reads
+                self._features[slot] = replace(features, rows=features.rows[-MAX_FEATURES:])
         elif slot in self._commits:
             self._commits[slot] = cumulative(self._commits[slot], message)
         else:

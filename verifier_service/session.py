@@ -19,6 +19,7 @@ from rootward.core.living_tree import LivingTree
 from rootward.core.pairing import check_rule
 from rootward.core.requests import (
     BEST_FIRST,
+    MAX_BRANCHING,
     Committed,
     DraftMode,
     DraftStrategy,
@@ -408,7 +409,7 @@ def choose_rule(
 def _only_for(wish: Speculation) -> DraftStrategy | None:
     """The construction that a request means if it names none: some rules verify one kind of tree alone."""
     if wish.rule is Rule.BLOCK:
-        return DraftStrategy("chain", (wish.max_depth or CHAIN_LENGTH,))
+        return DraftStrategy("chain", (min(wish.max_depth or CHAIN_LENGTH, MAX_BRANCHING),))
     copies = wish.rule is Rule.MULTI_STEP or wish.law is DraftMode.IID
     return DraftStrategy("iid", COPIES) if copies else None
 

@@ -45,6 +45,7 @@ def prefix_hash(tokens: Sequence[int], value: int = 0) -> int:
 
 
 FEATURE_NUMBERS = 1 << 17  # in one message, at most
+MAX_FEATURES = 4096  # tokens of a text that a draft head reads when a tree is opened
 
 
 @dataclass(frozen=True, slots=True, eq=False)

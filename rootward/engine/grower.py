@@ -28,7 +28,17 @@ from numpy.typing import NDArray
 from rootward.clock import Clock, SystemClock
 from rootward.core.arrays import Floats, Ints
 from rootward.core.distribution import DraftDistribution, integer_weights, rows_of
-from rootward.core.frames import Commit, Features, Grow, NeedSync, Open, OpenFeatures, Reject, prefix_hash
+from rootward.core.frames import (
+    MAX_FEATURES,
+    Commit,
+    Features,
+    Grow,
+    NeedSync,
+    Open,
+    OpenFeatures,
+    Reject,
+    prefix_hash,
+)
 from rootward.core.growth import Ahead, AheadBudget, BestFirst, growth_of, shared_order, strategy_of
 from rootward.core.living_tree import ROOT, Fit, LivingTree
 from rootward.core.lookup import Prediction, Source, best_path
@@ -43,7 +53,6 @@ from rootward.ports import DraftModel, ModelInfo, Reduction, Rows
 K = TypeVar("K")  # identifies a slot of a stream
 
 CHAIN_IDS = 1 << 40  # first node id of text in the KV tree; ids of drawn nodes count up from 1 and stay below it
-MAX_FEATURES = 4096  # tokens of a text that a draft head reads when a tree is opened
 MAX_NODES = 240  # of a tree, growth ahead included: a KV slot has 256 cells beyond the context
 COUPLED_CANDIDATES = 1024  # tokens of a row among which the noise of the target chooses
 BONUS_CANDIDATES = 2048  # tokens of a row among which the bonus token is predicted
@@ -127,7 +136,8 @@ class GrowingTree:
             return
         known = len(self.features)
         at = first - (self.tree.length - len(self.pending))
-        gap = np.zeros((max(0, at - known), self.features.shape[1]), np.float32)
+        end = min(at, len(self.pending))  # a peer may name any position
+        gap = np.zeros((max(0, end - known), self.features.shape[1]), np.float32)
         self.features = np.concatenate([self.features, gap, rows[max(0, known - at) :]])[: len(self.pending)]
 
     def follow_prediction(self, tokens: Sequence[int]) -> None:
@@ -143,8 +153,7 @@ class GrowingTree:
             self.wants_tree, self.nodes = nodes > 0, nodes
         ahead = 0 if self.tree.restarts else int(ahead_share * self.open.ahead_cap)
         own.beyond = 0 if self.ratio else ahead
-        if self.wants_tree:
-            own.node_cap = min(self.nodes + own.beyond, most)
+        own.node_cap = min(self.nodes + own.beyond if self.wants_tree else own.node_cap, most)
         self.growth.budget = replace(self.growth.budget, nodes=ahead if self.ratio else 0)
 
 
@@ -214,7 +223,7 @@ class Grower(Generic[K]):
 
     def open(self, key: K, message: Open) -> Reject | None:
         """Start a tree. Returns a Reject if the request is invalid or no slot is free."""
-        if fault := self._fault(key, message):
+        if fault := self.fault(key, message):
             return Reject(message.slot, fault)
         if self.model.num_free_slots == 0:
             return Reject(message.slot, "no free slot", retry_after_ms=1000)
@@ -223,7 +232,8 @@ class Grower(Generic[K]):
         self.trees[key].follow_prediction(message.prefix)
         return None
 
-    def _fault(self, key: K, message: Open) -> str:
+    def fault(self, key: K, message: Open) -> str:
+        """Why the request is refused, whatever room there is; "" if it is valid."""
         info = self.model.info
         if key in self.trees:
             return "slot is open already; use a new number"

@@ -14,7 +14,7 @@ import grpc
 
 from rootward.core.frames import FromDrafter, ToDrafter
 from rootward.core.requests import Committed, VerifierRequest
-from rootward.errors import IncompatiblePair, ServiceError, Unavailable
+from rootward.errors import ConfigurationError, IncompatiblePair, ServiceError, Unavailable
 from rootward.ports import DrafterInfo, VerifierInfo
 from rootward.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from rootward.wire import drafter_codec, verifier_codec
@@ -45,7 +45,12 @@ class _Remote:
     def _channel(self) -> grpc.aio.Channel:
         """The channel for a new call: another one once the certificates have been renewed; calls under way keep theirs."""
         if not self._channels or (self._files is not None and self._files.changed()):
-            self._channels.append(open_channel(self.address, self._transport, self._tls))
+            try:
+                self._channels.append(open_channel(self.address, self._transport, self._tls))
+            except ConfigurationError:
+                if not self._channels:
+                    raise
+                # In the middle of being replaced: the old ones serve this call, a later one looks again.
         return self._channels[-1]
 
     async def close(self) -> None:

@@ -135,6 +135,27 @@ async def test_renewed_certificates_are_taken_up_on_both_ends(tmp_path: Path) ->
         assert await answer(address, Authority(stale).issue("gateway")) == "no handshake"
 
 
+async def test_a_call_in_the_middle_of_a_renewal_goes_on_with_the_old_certificates(tmp_path: Path) -> None:
+    old = Authority(tmp_path)
+    gateway, verifier = old.issue("gateway"), old.issue("verifier")
+    async with (
+        verifier_port(verifier, spiffe("gateway")) as address,
+        RemoteVerifier(address, tls=ClientTls(gateway), rpc_timeout_s=20) as remote,
+    ):
+        with pytest.raises(ServiceError, match="not implemented"):
+            await remote.get_info()
+        await asyncio.sleep(1.1)  # the files are looked at once a second
+        gateway.key.unlink()
+        with pytest.raises(ServiceError, match="not implemented"):
+            await remote.get_info()
+        await asyncio.sleep(1.1)
+        new = Authority(tmp_path)
+        assert {new.issue("gateway"), new.issue("verifier")} == {gateway, verifier}
+        with pytest.raises(ServiceError, match="not implemented"):
+            await remote.get_info()
+        assert len(remote._channels) == 2  # the new ones are taken up all the same
+
+
 def keys_file(folder: Path, *entries: str) -> Path:
     path = folder / "keys.yaml"
     path.write_text("keys:\n" + "\n".join(entries))

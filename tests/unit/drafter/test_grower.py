@@ -290,3 +290,12 @@ def test_tokens_that_the_draft_model_does_not_have_cost_their_own_slot_only(wish
     assert "token 7" in refused.reason
     assert refused.retry_after_ms == 0
     assert {key for key, _ in grown(drafter)} == {1}
+
+
+def test_a_prediction_is_not_followed_beyond_the_cap_of_a_tree_whose_first_round_has_none() -> None:
+    """Such a message comes of an Open that waited until a round without a tree was committed."""
+    grower = Grower(TabularModel(5, seed=3), incarnation=1)
+    expected = (1, 2, 3, 4, 1, 2, 3, 4)
+    message = opening(1, (1, *expected[:4]), node_cap=2, node_budget=0, prediction=expected, num_prompt=1)
+    assert grower.open("a", message) is None
+    assert len(grower.trees["a"].tree) <= 2

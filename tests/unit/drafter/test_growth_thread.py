@@ -38,6 +38,9 @@ class Counting:
     def idle(self) -> bool:
         return not self.left
 
+    def fault(self, key: Key, message: Open) -> str:
+        return ""
+
     def open(self, key: Key, message: Open) -> Reject | None:
         self.trees[key], self.left = message.slot, message.node_cap
         self.rest.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
@@ -17,8 +18,7 @@ from unit.drafter.test_grower import Counting, hash_of, opening
 
 import drafter_service.growth_loop as module
 from drafter_service.growth_loop import DrafterService
-from rootward.core.frames import Commit, Features, FromDrafter, Hello, Load, OpenFeatures, ToDrafter
-from rootward.engine.grower import MAX_FEATURES
+from rootward.core.frames import MAX_FEATURES, Commit, Features, FromDrafter, Hello, Load, OpenFeatures, ToDrafter
 from rootward.engine.tabular import TabularModel
 
 
@@ -209,6 +209,34 @@ async def test_features_that_no_head_here_reads_cost_their_slot_and_nothing_else
         other.say(ToDrafter(opens=(opening(1), opening(2)), features=(features(1),)))
         await other.heard(2, "at rest")
         await until(lambda: any("this drafter takes none" in told for told in other.told[1]))
+
+
+async def test_features_of_a_position_behind_the_text_take_no_memory() -> None:
+    """A position is 32 bits: the zeros before the largest one would take gigabytes."""
+    async with drafter_of(TabularHead(TabularModel(5, seed=3)), capacity=8) as drafter, Peer(drafter) as peer:
+        peer.say(ToDrafter(opens=(opening(1, num_features=3),)))
+        tracemalloc.start()
+        try:
+            peer.say(ToDrafter(features=(features(1, first=1 << 24),)))
+            await peer.heard(1, "at rest")
+            assert tracemalloc.get_traced_memory()[1] < 16 << 20
+        finally:
+            tracemalloc.stop()
+
+
+async def test_an_open_that_is_refused_for_good_costs_no_other_verifier_a_tree() -> None:
+    async with (
+        drafter_of(Counting(5, seed=3, max_slots=8), capacity=2) as drafter,
+        Peer(drafter) as one,
+        Peer(drafter) as other,
+    ):
+        one.say(ToDrafter(opens=(opening(1), opening(2))))
+        await one.heard(2, "at rest")
+        other.say(ToDrafter(opens=(opening(1, prefix=[1] * drafter.grower.info.max_positions),)))
+        await until(lambda: 1 in other.told)
+        assert "does not fit the draft context" in other.told[1][0]
+        assert "fair share" not in one.told[2]
+        assert len(drafter.grower.trees) == 2
 
 
 async def test_unreadable_features_close_the_tree_that_they_were_for() -> None:

@@ -244,6 +244,43 @@ async def test_repeated_exchanges_count_once():
     np.testing.assert_allclose(audits[1]._drafters[DRAFTER].record.log_product, wealth)
 
 
+UNREADABLE = {
+    "no JSON": "{",
+    "no record": "[]",
+    "lacks the alarm": '{"cleared": 0, "log_product": [0.0]}',
+    "no numbers": '{"cleared": 0, "draws": 1, "caught": "", "log_product": ["x"]}',
+    "other strategies": '{"cleared": 0, "draws": 1, "caught": "", "log_product": [0.0, 0.0, 0.0]}',
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [*((f"v {why}", value) for why, value in UNREADABLE.items()), ("cleared", "yes")]
+)
+async def test_a_field_that_cannot_be_read_ends_neither_the_audit_nor_the_trust_in_a_drafter(field: str, value: str):
+    redis = FakeRedis()
+    redis.hashes[f"rw:audit:{DRAFTER}"] = {field: value}
+    audit, other = audit_of(redis), "10.0.0.8:50053"
+    async with running(audit, [DRAFTER, other]):
+        for _ in range(60):
+            await asyncio.sleep(0)
+        assert audit.trusts(DRAFTER, "default")
+        assert audit.trusts(other, "default")
+        watch(audit, "argmax", 128)  # fewer than a batch: `run` evaluates them, if it still runs
+        audit._new.set()
+        for _ in range(60):
+            await asyncio.sleep(0)
+        assert not audit.trusts(DRAFTER, "default")
+
+
+async def test_an_alarm_of_a_release_with_other_strategies_counts():
+    redis = FakeRedis()
+    alarm = '{"cleared": 0, "draws": 9, "caught": "new", "log_product": [0.0, 0.0, 0.0]}'
+    redis.hashes[f"rw:audit:{DRAFTER}"] = {"v": alarm}
+    audit = audit_of(redis)
+    await exchanged(audit, up=[DRAFTER])
+    assert not audit.trusts(DRAFTER, "default")
+
+
 async def test_without_redis_the_audit_continues():
     redis = FakeRedis()
     redis.away = True

@@ -5,18 +5,32 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import reduce
 
 import numpy as np
 import pytest
+from support.services import until
 
-from rootward.core.frames import FromDrafter, Grow, Hello, HelloAck, Load, Reject, extend_hash
+from rootward.core.frames import (
+    MAX_FEATURES,
+    DraftHead,
+    FromDrafter,
+    Grow,
+    Hello,
+    HelloAck,
+    Load,
+    Reject,
+    extend_hash,
+)
 from rootward.core.requests import DraftMode, Rule, Speculation, Stopping, VerifierRequest
 from rootward.core.rng import Key, Role
+from rootward.ports import Peer
 from verifier_service.circuit_breaker import MAX_MISSES
 from verifier_service.drafter_link import Link
 from verifier_service.drafter_pool import DrafterPool
+from verifier_service.head_drafts import TextFeatures
 from verifier_service.session import Draft, Session
 from verifier_service.settings import Shape
 
@@ -101,6 +115,24 @@ async def test_a_tree_that_was_not_sent_yet_begins_where_the_truth_is_by_then() 
     assert [o.prefix for o in frame.opens] == [(1, 2, 3, 4)]
     assert frame.commits == ()
     assert extended(frame.opens[0].prefix) == one.draft.tree.hash
+
+
+async def test_a_tree_that_was_not_sent_yet_has_no_more_features_than_a_drafter_reads() -> None:
+    """Refused for good, the session would never ask this drafter again."""
+    one, busy, window = session(), up(link()), np.ones((MAX_FEATURES, 2), np.float32)
+    one.tokens = [1] * (MAX_FEATURES + 1)
+    one.features = TextFeatures(MAX_FEATURES)
+    one.features.add(0, window)
+    busy.ack = replace(busy.ack, head=DraftHead("h", 2))
+    opened(busy, one)
+    one.features.add(MAX_FEATURES, window[:2])
+    one.tokens += [3, 4]
+    busy.commit(one, one.draft, (3, 4), every_node)
+    busy.flush()
+    frame = await busy.send_buffer.take()
+    assert frame.opens[0].num_features == MAX_FEATURES
+    assert sum(len(part.features.rows) for part in frame.features) == MAX_FEATURES
+    assert frame.features[0].first == len(one.tokens) - MAX_FEATURES
 
 
 def test_a_slot_closed_before_it_was_sent_leaves_no_trace() -> None:
@@ -413,3 +445,34 @@ def test_trees_that_were_just_closed_are_not_taken_for_those_of_other_verifiers(
     assert (busy.used, busy.room) == (1, 3)
     heard_load(busy, 3, own_sessions=0)  # three of others, and this verifier's has not arrived there yet
     assert (busy.used, busy.room) == (4, 0)
+
+
+async def test_a_drafter_that_was_dropped_is_hung_up_before_the_pool_ends() -> None:
+    gone, hung_up = asyncio.Event(), asyncio.Event()
+
+    class Leaving:
+        async def watch(self):
+            yield (Peer("d:1"),)
+            await gone.wait()
+            yield ()
+            await asyncio.Event().wait()
+
+    class Quiet:
+        async def session(self, inbound):
+            await asyncio.Event().wait()
+            yield FromDrafter()
+
+    @asynccontextmanager
+    async def dial(address: str):
+        try:
+            yield Quiet()
+        finally:
+            await asyncio.sleep(0.01)  # a channel takes some time to close
+            hung_up.set()
+
+    async with DrafterPool(hello, lambda: None, shape=SHAPE, sources=[("p", Leaving())], dial=dial) as pool:
+        await until(lambda: pool.links)
+        await asyncio.sleep(0)
+        gone.set()
+        await until(lambda: not pool.links)
+    assert hung_up.is_set()

@@ -195,6 +195,8 @@ def test_every_wish_becomes_a_valid_pair(got, wanted) -> None:
         ({"law": DraftMode.COUPLED}, "rsd_c:2", (Rule.MATCH, DraftMode.COUPLED, "rsd_c:2")),
         ({"law": DraftMode.GREEDY}, "rsd_c:2", (Rule.TRAVERSAL, DraftMode.GREEDY, "best_first")),
         ({"rule": Rule.BLOCK}, "best_first", (Rule.BLOCK, DraftMode.SAMPLED, "chain:4")),
+        # A request may ask for any depth up to 1024; chains end at 64.
+        ({"rule": Rule.BLOCK, "max_depth": 1024}, "best_first", (Rule.BLOCK, DraftMode.SAMPLED, "chain:64")),
         ({"rule": Rule.MULTI_STEP}, "rsd_s:2,2", (Rule.MULTI_STEP, DraftMode.IID, "iid:2,2,2")),
         ({"strategy": "marginals"}, "best_first", (Rule.MATCH, DraftMode.TOP_K, "marginals")),
         ({"strategy": "chain:3"}, "best_first", (Rule.TRAVERSAL, DraftMode.SAMPLED, "chain:3")),
