@@ -94,6 +94,7 @@ class Admission:
 
     def _make_room(self, waiting: _Waiting) -> None:
         """Overloaded unless the queue has room for the request, or gets it by refusing a request of the tenant with the most."""
+        self._forget_cancelled()
         while (full := self._full(waiting.tokens)) is not None:
             refused = self._newest_of_largest(waiting.tenant)
             queue_s = self.num_waiting * self._between_ends_s  # until the present queue is served, at the recent rate
@@ -130,7 +131,7 @@ class Admission:
         self._running[tenant] -= 1
         if not self._running[tenant]:
             del self._running[tenant]
-        self._queue = [waiting for waiting in self._queue if not waiting.slot.done()]  # cancelled ones
+        self._forget_cancelled()
         if self._queue and self.num_running < self.max_num_seqs:
             following = min(self._queue, key=lambda w: (w.priority, self._running[w.tenant], w.arrival))
             self._queue.remove(following)
@@ -138,6 +139,10 @@ class Admission:
             following.slot.set_result(None)
         if not self.num_running:
             self._rest.set()
+
+    def _forget_cancelled(self) -> None:
+        """A task that was cancelled leaves the queue when it runs next; until then its slot can be neither given nor refused."""
+        self._queue = [waiting for waiting in self._queue if not waiting.slot.done()]
 
     def _note_end(self) -> None:
         now = asyncio.get_running_loop().time()

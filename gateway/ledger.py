@@ -20,7 +20,18 @@ from gateway.admission import retry_after_s
 from gateway.redis_store import Store
 from gateway.requests import as_chosen
 from gateway.router import TTL_S, IsHeld, Prefixes, prefix_keys, prefix_lengths, tokens_held
-from gateway.session_store import KEPT_AFTER_END_S, MemoryStore, Rate, Record, Run, StoreUnavailable, Write, stale
+from gateway.session_store import (
+    INTERRUPTED,
+    KEPT_AFTER_END_S,
+    MemoryStore,
+    Rate,
+    Record,
+    Run,
+    StoreUnavailable,
+    Write,
+    stale,
+)
+from gateway.uncancelled import uncancelled
 from rootward.core.requests import TokenLogprob, VerifierRequest
 from rootward.errors import InvalidRequest, RateLimited, Unavailable
 from rootward.ports import Lease
@@ -101,8 +112,11 @@ class Ledger:
         """Take the lease of a new run, with these fields in its record. DuplicateRequest when the request is running somewhere.
 
         While the store does not answer the request runs under epoch 1 unrecorded: a verifier that knows a higher epoch refuses it, and the
-        lease is taken in the store as soon as that answers.
+        lease is taken in the store as soon as that answers. The lease of a request that is cancelled meanwhile is given back.
         """
+        return await uncancelled(self._begin(request_id, fields, least_epoch), self._abandon)
+
+    async def _begin(self, request_id: str, fields: Mapping[str, str] | None, least_epoch: int) -> Entry:
         if any(entry.ended and entry.lease.request_id == request_id for entry in self._entries):
             await self.flush()  # the store does not know yet that the last request of this id has ended here
         holder, asked, fields = _holder(), self._now(), dict(fields or {})
@@ -119,7 +133,14 @@ class Ledger:
         """Continue a run, whoever drives it now. No entry if it is unknown (empty record) or finished.
 
         DuplicateRequest when the id belongs to another request. Unavailable while the store does not answer, since another gateway may be
-        driving the request."""
+        driving the request. The lease of a request that is cancelled meanwhile is given back."""
+
+        async def undo(taken: tuple[Entry | None, Record]) -> None:
+            self.leave(*taken)
+
+        return await uncancelled(self._take_over(request_id, digest), undo)
+
+    async def _take_over(self, request_id: str, digest: str) -> tuple[Entry | None, Record]:
         if any(entry.lease.request_id == request_id for entry in self._entries):
             await self.flush()  # the store does not know all of what has run here
         asked = self._now()
@@ -139,8 +160,12 @@ class Ledger:
     async def next_epoch(self, entry: Entry) -> None:
         """Call before a new attempt: results of the lost one have an older epoch. StaleEpoch when another gateway took over.
 
-        Without the store only the holder of a valid lease may count on by itself.
+        Without the store only the holder of a valid lease may count on by itself. A request that is cancelled meanwhile knows its epoch all
+        the same, so that its end is not refused.
         """
+        await uncancelled(self._next_epoch(entry))
+
+    async def _next_epoch(self, entry: Entry) -> None:
         asked = self._now()
         try:
             entry.lease = await self._store.next_epoch(entry.lease, self._lease_s)
@@ -174,6 +199,14 @@ class Ledger:
         """The request is over: FINISHED or INTERRUPTED."""
         entry.ended, entry.ended_at = state, self._now()
         self._dirty.set()
+
+    def leave(self, entry: Entry | None, record: Record) -> None:
+        """A request that was taken over does not run here after all. Its state is that of the record again, which says what is paid."""
+        if entry is not None:
+            self.end(entry, record.fields.get("state", INTERRUPTED))
+
+    async def _abandon(self, entry: Entry) -> None:
+        self.end(entry, INTERRUPTED)
 
     async def confirmed(self, entry: Entry) -> bool:
         """Whether no other gateway has taken the request over, as far as a store that answers can say."""

@@ -12,6 +12,7 @@ from typing import Self
 from gateway.ledger import Entry, Ledger
 from gateway.planning import Plan
 from gateway.session_store import Rate, Record
+from gateway.uncancelled import uncancelled
 
 
 class Account:
@@ -45,12 +46,20 @@ class Account:
         used = len(self._plan.first.prompt) + len(self._entry.tokens) if self._entry else 0
         if self._rate is None or used >= self._paid:
             return
+        # Clients may leave as soon as they have the last token.
+        await uncancelled(self._give_back(self._paid - used, self._rate))
+
+    async def _give_back(self, unused: int, rate: Rate) -> None:
         if self._entry is None or await self._ledger.confirmed(self._entry):
-            await self._ledger.charge(self._plan.first.tenant, used - self._paid, self._rate)
+            await self._ledger.charge(self._plan.first.tenant, -unused, rate)
 
     async def _pay(self, cost: int) -> None:
-        if self._rate is not None and cost:
-            await self._ledger.charge(self._plan.first.tenant, cost, self._rate)
+        """What a request that is cancelled meanwhile has paid is given back."""
+        tenant, rate = self._plan.first.tenant, self._rate
+        if rate is not None and cost:
+            await uncancelled(
+                self._ledger.charge(tenant, cost, rate), lambda _: self._ledger.charge(tenant, -cost, rate)
+            )
         self._paid = self._price
 
 

@@ -9,7 +9,7 @@
     rw:req:{id}:log     list     committed output in order, several tokens an item (`Run` as JSON)
     rw:kv:M:K           zset     processes of verifiers that hold the KV of a prefix, by the second of the last confirmation; M is the
                                  fingerprint of the model, K a hash of the prefix (a hint, see `router`)
-    rw:quota:{tenant}   hash     token bucket: level, and its time (ms)
+    rw:quota:{tenant}   hash     token bucket: level, its time (ms), and the last call that changed it
     rw:suspicion        string   lock of the request under suspicion that is tried now
     rw:response:{:S}:{id}    string   a stored answer of /v1/responses with its conversation (JSON, see `stored_responses`)
     rw:responses:{:S}   zset     ids of these, by the second at which they were stored; S is the tenant, without API keys empty
@@ -22,6 +22,9 @@
 Fencing. Only a script that holds the lease or takes it over grants an epoch. A lease that expired, or vanished with a Redis that restarted
 empty, is taken back by its holder unless a later epoch was granted, so that an outage of Redis does not stop a running request. Every write
 carries its epoch and is refused after a later one.
+
+Lost replies. The client repeats a command at once when its connection breaks before the reply, so that every script may run twice; the
+second run finds what the first one took, and takes it no second time.
 """
 
 from __future__ import annotations
@@ -85,22 +88,27 @@ return epoch
 """
 
 # Another holder continues a run. More ARGV: digest. Returns {epoch, hash, log}. Epoch 0 = the request is unknown or finished; -1 = the id
-# belongs to a request of another digest.
+# belongs to a request of another digest. The last state in the hash is that before any call of this holder.
 TAKE_OVER = """
 local digest = redis.call('HGET', KEYS[1], 'digest')
 if not digest then return {0, {}, {}} end
 if digest ~= ARGV[5] then return {-1, {}, {}} end
 local fields, log = redis.call('HGETALL', KEYS[1]), redis.call('LRANGE', KEYS[4], 0, -1)
-if redis.call('HGET', KEYS[1], 'state') == 'finished' then return {0, fields, log} end
+local state = redis.call('HGET', KEYS[1], 'state')
+if state == 'finished' then return {0, fields, log} end
+if holder == ARGV[1] then state = redis.call('HGET', KEYS[1], 'before') or state end
+for _, part in ipairs({'state', state}) do table.insert(fields, part) end
+redis.call('HSET', KEYS[1], 'before', state)
 grant(epoch + 1)
 return {epoch + 1, fields, log}
 """
 
 # The holder begins another attempt. Returns the epoch; 0 = another holder drives the request now.
 NEXT_EPOCH = """
-if (holder and holder ~= ARGV[1]) or epoch > tonumber(ARGV[2]) then return 0 end
-grant(tonumber(ARGV[2]) + 1)
-return tonumber(ARGV[2]) + 1
+if holder ~= ARGV[1] and (holder or epoch > tonumber(ARGV[2])) then return 0 end
+epoch = math.max(epoch, tonumber(ARGV[2])) + 1
+grant(epoch)
+return epoch
 """
 
 # A `Write`. More ARGV: offset, number of tokens, item of the log, state, tokens in all, ms to keep after the end, field, value, …
@@ -128,19 +136,20 @@ end
 return length
 """
 
-# `MemoryStore.take_tokens`. KEYS: bucket. ARGV: cost, tokens per second, size of the bucket. Returns 0 = taken; else the ms until there are
-# so many.
+# `MemoryStore.take_tokens`. KEYS: bucket. ARGV: cost, tokens per second, size of the bucket, id of this call. Returns 0 = taken; else the
+# ms until there are so many.
 TAKE_TOKENS = """
 local time = redis.call('TIME')
 local now, size = time[1] * 1000 + math.floor(time[2] / 1000), tonumber(ARGV[3])
-local known = redis.call('HMGET', KEYS[1], 'level', 'at')
+local known = redis.call('HMGET', KEYS[1], 'level', 'at', 'last')
+if known[3] == ARGV[4] then return 0 end
 local level = math.min(size, tonumber(known[1] or size) + (now - tonumber(known[2] or now)) / 1000 * ARGV[2])
 local cost = tonumber(ARGV[1])
 if cost > 0 and level < math.min(cost, size) then
   return math.max(1, math.ceil((math.min(cost, size) - level) / ARGV[2] * 1000))
 end
 level = math.min(size, level - cost)
-redis.call('HSET', KEYS[1], 'level', tostring(level), 'at', now)
+redis.call('HSET', KEYS[1], 'level', tostring(level), 'at', now, 'last', ARGV[4])
 redis.call('PEXPIRE', KEYS[1], math.ceil((size - math.min(level, 0)) / ARGV[2] * 1000) + 1000)
 return 0
 """
@@ -261,7 +270,7 @@ class RedisStore:
     async def take_tokens(self, tenant: str, cost: int, rate: Rate) -> float:
         async with self._answering():
             key = self._key("quota", f"{{{tenant}}}")
-            wait_ms = await self._take_tokens([key], [cost, rate.tokens_per_s, rate.size])
+            wait_ms = await self._take_tokens([key], [cost, rate.tokens_per_s, rate.size, uuid4().hex])
         return int(wait_ms) / 1000
 
     async def add_poison(self, content: str, ttl_s: float) -> None:
@@ -301,18 +310,17 @@ class RedisStore:
     @asynccontextmanager
     async def suspicion(self) -> AsyncGenerator[None]:
         lock = Lock(self._client, self._key("suspicion"), timeout=SUSPICION_S, thread_local=False)
-        token = uuid4().hex.encode()
+        # Known before it is taken, since a call of `acquire` may take the lock without its caller knowing: its reply is lost, or it is
+        # cancelled.
+        token = lock.local.token = uuid4().hex.encode()
         try:
             while True:
                 async with self._answering():
-                    if await lock.acquire(blocking=False, token=token):
+                    if await lock.acquire(blocking=False, token=token) or await lock.owned():
                         break
                 await asyncio.sleep(SUSPICION_POLL_S)
             yield
         finally:
-            lock.local.token = (
-                token  # a call of `acquire` that was cancelled may have taken the lock without knowing it
-            )
             with suppress(StoreUnavailable, LockError):  # it has expired, or was never taken
                 async with self._answering():
                     await lock.release()

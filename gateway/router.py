@@ -302,9 +302,10 @@ class Upstreams:
         self._poll_now.set()
 
     async def _drop_gone(self) -> None:
-        for address in [a for a in self._dialled if a not in self._found and not self._upstreams[a].num_in_flight]:
-            del self._upstreams[address]
-            await self._dialled.pop(address).close()
+        for address in list(self._dialled):  # closing one takes time, in which another may come back
+            if address not in self._found and not self._upstreams[address].num_in_flight:
+                del self._upstreams[address]
+                await self._dialled.pop(address).close()
 
     async def _poll_forever(self) -> None:
         """Poll once a second, and more often while none is ready."""

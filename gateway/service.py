@@ -333,9 +333,8 @@ class GatewayService:
         try:
             more = beyond_log(plan, resume, record)
             await account.resumed(record)
-        except ServiceError:
-            if entry is not None:  # its lease was taken, and no generation follows
-                self._ledger.end(entry, INTERRUPTED)
+        except BaseException:  # also cancelled; its lease was taken, and no generation follows
+            self._ledger.leave(entry, record)
             raise
         if entry is None and record.finished:
             entry = Entry(Lease(name, 0, ""), 0.0)  # no gateway drives it

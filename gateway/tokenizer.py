@@ -242,7 +242,13 @@ class TokenizerPool:
         self._num_calls += 1
         try:
             async with self._large if size > LARGE_CHARACTERS else nullcontext():
-                return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
+                work = self._threads.submit(call, *arguments)
+                try:
+                    return await asyncio.wrap_future(work)
+                except asyncio.CancelledError:  # a thread that works on it goes on, and others wait for it
+                    if not work.done():
+                        await asyncio.gather(asyncio.wrap_future(work), return_exceptions=True)
+                    raise
         finally:
             self._num_calls -= 1
 

@@ -7,6 +7,7 @@ import copy
 import inspect
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent import futures
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
@@ -44,17 +45,21 @@ class LoopThread:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except futures.CancelledError:
+            if self._closed:
+                raise ClosedError("the client was closed during the call") from None
+            raise
         except BaseException:
             future.cancel()
             raise
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `last`, then end the thread. Idempotent."""
+        """Run `last`, then end the calls of other threads and the thread. Idempotent."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        asyncio.run_coroutine_threadsafe(last(), self._loop).result(CLOSE_TIMEOUT_S)
+        asyncio.run_coroutine_threadsafe(_alone(last()), self._loop).result(CLOSE_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_TIMEOUT_S)
         self._loop.close()
@@ -156,6 +161,15 @@ class Client:
                 yield event
         finally:
             self._thread.run(events.aclose())
+
+
+async def _alone(work: Coroutine[Any, Any, None]) -> None:
+    """Do `work`, then cancel all other tasks of the loop, since nobody would wake those that wait for them."""
+    await work
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 async def _next_or_none(items: AsyncIterator[T]) -> T | None:

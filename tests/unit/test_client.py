@@ -4,6 +4,8 @@ import asyncio
 import inspect
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 
 import grpc
@@ -14,6 +16,7 @@ from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from rootward import errors
 from rootward.client import AsyncClient, Client, Round, SamplingParams, Speculation
+from rootward.client.blocking import ClosedError
 from rootward.client.codec import request_to_pb
 from rootward.client.connection import parse_target
 from rootward.core.requests import DraftMode, Rule, SpeculationMode, VerifiedTree
@@ -492,3 +495,20 @@ def test_results_are_values():
     params = SamplingParams(temperature=0)
     assert replace(params, seed=1) != params
     assert hash(Speculation()) == hash(Speculation())
+
+
+def test_a_blocking_client_that_is_closed_ends_the_calls_of_other_threads():
+    client, raised = Client("127.0.0.1:1", max_retries=9), []
+
+    def wait():
+        try:
+            client.generate("a")
+        except Exception as error:
+            raised.append(type(error))
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    time.sleep(0.3)  # it pauses between two attempts
+    client.close()
+    waiting.join(5)
+    assert raised == [ClosedError]

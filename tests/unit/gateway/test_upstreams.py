@@ -78,6 +78,27 @@ async def test_verifiers_come_and_go():
     assert made["b:2"].closed
 
 
+async def test_one_that_comes_back_while_another_is_closed_is_kept():
+    source, closing, closed = Told(), asyncio.Event(), asyncio.Event()
+
+    async def close():
+        closing.set()
+        await closed.wait()
+
+    async with discovering(source) as (_, upstreams, made):
+        for found in (["a:1"], ["a:1", "b:2"]):
+            source.say(*found)
+            await until(lambda found=found: [u.name for u in upstreams if u.ready] == found)
+        made["a:1"].close = close
+        source.say()
+        await closing.wait()
+        source.say("b:2")
+        await until(source.news.empty)
+        closed.set()
+        await asyncio.sleep(0.1)
+        assert [u.name for u in upstreams if u.ready] == ["b:2"]
+
+
 async def test_one_that_has_gone_ends_what_it_runs():
     source = Told()
     async with discovering(source, delay_s=0.03) as (service, upstreams, made):
