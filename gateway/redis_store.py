@@ -3,7 +3,8 @@
 `id` is the client's, behind its tenant where it has one (`requests.of_tenant`).
 
     rw:req:{id}         hash     state (running | finished | interrupted), epoch, holder, length of the log, digest of what was
-                                 asked, seed, verifier that works on it, finish (JSON, once finished)
+                                 asked, seed, verifier that works on it, finish (JSON, once finished), state before the last
+                                 holder took over
     rw:req:{id}:epoch   counter  fencing: the highest epoch given out
     rw:req:{id}:lease   string   holder that drives the request now; expires unless renewed
     rw:req:{id}:log     list     committed output in order, several tokens an item (`Run` as JSON)
