@@ -334,9 +334,8 @@ class DrafterService:
         if message.num_atoms > self.max_atoms:  # the cost of one tree would delay all others
             fault = f"num_atoms: {message.num_atoms} is above {self.max_atoms}; ask for no more than the HelloAck says"
             return [(stream, Reject(message.slot, fault))]
-        if fault := self.grower.fault(
-            (stream.number, message.slot), message
-        ):  # no other verifier gives up a tree for it
+        # Before room is made: no other verifier gives up a tree for it.
+        if fault := self.grower.fault((stream.number, message.slot), message):
             return [(stream, Reject(message.slot, fault))]
         out: list[Answer] = []
         if not self.draining and len(self.grower.trees) >= self.capacity:

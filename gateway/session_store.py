@@ -168,9 +168,8 @@ class MemoryStore:
     async def next_epoch(self, lease: Lease, ttl_s: float) -> Lease:
         """The lease of the same holder's next attempt. StaleEpoch if another holder drives the request now."""
         stored = self._requests.setdefault(lease.request_id, _StoredRequest())
-        is_own = (
-            self._is_leased(stored) and stored.holder == lease.holder
-        )  # the reply to an earlier call may have been lost
+        # The holder may not know its last epoch: the reply to an earlier call may have been lost.
+        is_own = self._is_leased(stored) and stored.holder == lease.holder
         if not is_own and not self._may_drive(stored, lease):
             raise stale(lease.request_id)
         return self._grant(lease.request_id, stored, max(stored.epoch, lease.epoch) + 1, lease.holder, ttl_s)

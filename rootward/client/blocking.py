@@ -59,7 +59,7 @@ class LoopThread:
             if self._closed:
                 return
             self._closed = True
-        asyncio.run_coroutine_threadsafe(_alone(last()), self._loop).result(CLOSE_TIMEOUT_S)
+        asyncio.run_coroutine_threadsafe(_then_cancel_others(last()), self._loop).result(CLOSE_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_TIMEOUT_S)
         self._loop.close()
@@ -163,7 +163,7 @@ class Client:
             self._thread.run(events.aclose())
 
 
-async def _alone(work: Coroutine[Any, Any, None]) -> None:
+async def _then_cancel_others(work: Coroutine[Any, Any, None]) -> None:
     """Do `work`, then cancel all other tasks of the loop, since nobody would wake those that wait for them."""
     await work
     others = asyncio.all_tasks() - {asyncio.current_task()}
