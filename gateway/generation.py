@@ -33,7 +33,7 @@ from rootward.core.requests import (
     Prefilled,
     SpeculationStats,
 )
-from rootward.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
+from rootward.errors import DeadlineExceeded, Overloaded, ServiceError, StaleEpoch, Unavailable
 
 log = structlog.get_logger()
 
@@ -150,6 +150,8 @@ class Generation:
                                     return
                     except (Unavailable, Overloaded) as error:
                         await self._recover(upstream, incarnation, error)
+                    except StaleEpoch as error:
+                        await self._outbid(error)
         except Aborted:
             if self._cutoff.error is not None:
                 raise self._cutoff.error from None
@@ -303,9 +305,20 @@ class Generation:
         self._metrics.redispatched.inc()
         await self._ledger.next_epoch(self._entry)
 
+    async def _outbid(self, error: StaleEpoch) -> None:
+        """Go on above the epoch that a verifier remembers of an earlier request of this id, of which the store knows nothing any more: its
+        record has expired, or was lost with a Redis. StaleEpoch when another gateway drives the request now."""
+        self._fruitless += 1
+        known = error.metadata.get("epoch", "")
+        if not known.isdecimal() or self._fruitless > MAX_FRUITLESS:
+            raise error
+        await self._ledger.next_epoch(self._entry, above=int(known))
+
     async def _count_death(self, upstream: Upstream, incarnation: int, error: ServiceError) -> None:
         """PoisonRequest when this was the second verifier that accepted the request and died before its first token."""
         if self._entry.tokens or "failed to connect" in str(error):  # it was gone before it saw the request
+            return
+        if upstream.info is not None and upstream.info.draining:  # it was told to end
             return
         if not await self._upstreams.has_died(upstream, incarnation):
             return

@@ -157,21 +157,24 @@ class Ledger:
         self.extend(entry, record.output)
         return self._entered(entry), record
 
-    async def next_epoch(self, entry: Entry) -> None:
+    async def next_epoch(self, entry: Entry, *, above: int = 0) -> None:
         """Call before a new attempt: results of the lost one have an older epoch. StaleEpoch when another gateway took over.
 
-        Without the store only the holder of a valid lease may count on by itself. A request that is cancelled meanwhile knows its epoch all
-        the same, so that its end is not refused.
+        above: an epoch that a verifier remembers of this id, and the store has forgotten; only a store that answers can say that no other
+        gateway was given it. Without the store only the holder of a valid lease may count on by itself. A request that is cancelled
+        meanwhile knows its epoch all the same, so that its end is not refused.
         """
-        await uncancelled(self._next_epoch(entry))
+        await uncancelled(self._next_epoch(entry, above))
 
-    async def _next_epoch(self, entry: Entry) -> None:
+    async def _next_epoch(self, entry: Entry, above: int) -> None:
         asked = self._now()
         try:
-            entry.lease = await self._store.next_epoch(entry.lease, self._lease_s)
+            entry.lease = await self._store.next_epoch(entry.lease, self._lease_s, above)
             entry.held_until = asked + self._lease_s
         except StoreUnavailable:
             self._mark_down()
+            if above:
+                raise stale(entry.lease.request_id) from None
             if self._now() >= entry.held_until:
                 message = "the session store is gone and the lease of this request has run out"
                 raise Unavailable(message, retry_after_s=1.0) from None

@@ -114,6 +114,8 @@ class Child:
             start_new_session=True,  # Ctrl-C in a terminal reaches only this process, which stops the others in order
         )
         assert process.stdout is not None
+        if self._stopping:  # since it began to start, and there was no process to tell
+            self.kill()
         served = False
         try:
             while not served and (line := await process.stdout.readline()):
@@ -279,7 +281,11 @@ def _deployment(settings: LocalSettings, folder: str, *, reserved: ExitStack, lo
         command = [sys.executable, "-m", module, *(str(part) for pair in flags.items() for part in pair)]
         command += ["--log-level", settings.log_level, *(["--log-json"] if settings.log_json else [])]
         role = module.removesuffix("_service")
-        return Child(role, [*command, *shlex.split(more)], log_to=log_to)
+        try:
+            words = shlex.split(more)
+        except ValueError as error:
+            raise ConfigurationError(f"{role}_flags: {more!r}: {error}; quote the flags as in a shell") from None
+        return Child(role, [*command, *words], log_to=log_to)
 
     def drafter(address: str) -> Child:
         flags = {**of_drafters, "--listen": address}
@@ -331,7 +337,7 @@ async def _connected(deployment: Deployment) -> None:
 
 
 async def _run(settings: LocalSettings) -> None:
-    """Serve until SIGTERM or SIGINT. A second signal, or one during the start, cancels at once."""
+    """Serve until SIGTERM, SIGINT or SIGHUP. A second signal, or one during the start, cancels at once."""
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
     stop, started = asyncio.Event(), False
     assert main is not None
@@ -341,7 +347,9 @@ async def _run(settings: LocalSettings) -> None:
             main.cancel()
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    # A terminal that is closed sends SIGHUP to this process alone: the others have sessions of their own. `nohup` has it ignored.
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    for number in (signal.SIGTERM, signal.SIGINT, *hangup):
         loop.add_signal_handler(number, signalled)
     async with serve_all(settings) as deployment:
         started = True

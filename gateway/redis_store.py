@@ -104,10 +104,11 @@ grant(epoch + 1)
 return {epoch + 1, fields, log}
 """
 
-# The holder begins another attempt. Returns the epoch; 0 = another holder drives the request now.
+# The holder begins another attempt. More ARGV: an epoch that the new one is above. Returns the epoch; 0 = another holder drives the
+# request now.
 NEXT_EPOCH = """
 if holder ~= ARGV[1] and (holder or epoch > tonumber(ARGV[2])) then return 0 end
-epoch = math.max(epoch, tonumber(ARGV[2])) + 1
+epoch = math.max(epoch, tonumber(ARGV[2]), tonumber(ARGV[5])) + 1
 grant(epoch)
 return epoch
 """
@@ -144,7 +145,12 @@ local time = redis.call('TIME')
 local now, size = time[1] * 1000 + math.floor(time[2] / 1000), tonumber(ARGV[3])
 local known = redis.call('HMGET', KEYS[1], 'level', 'at', 'last')
 if known[3] == ARGV[4] then return 0 end
-local level = math.min(size, tonumber(known[1] or size) + (now - tonumber(known[2] or now)) / 1000 * ARGV[2])
+local at = tonumber(known[2] or now)
+if at > now then  -- the clock went back, as it may when another server takes over; the bucket fills on from now
+  at = now
+  redis.call('HSET', KEYS[1], 'at', at)
+end
+local level = math.min(size, tonumber(known[1] or size) + (now - at) / 1000 * ARGV[2])
 local cost = tonumber(ARGV[1])
 if cost > 0 and level < math.min(cost, size) then
   return math.max(1, math.ceil((math.min(cost, size) - level) / ARGV[2] * 1000))
@@ -214,8 +220,8 @@ class RedisStore:
         record = Record(dict(zip(flat[::2], flat[1::2], strict=True)), Run.joined(log))
         return (Lease(request_id, int(epoch), holder) if epoch else None), record
 
-    async def next_epoch(self, lease: Lease, ttl_s: float) -> Lease:
-        arguments = self._held(lease.holder, lease.epoch, ttl_s)
+    async def next_epoch(self, lease: Lease, ttl_s: float, above: int = 0) -> Lease:
+        arguments = [*self._held(lease.holder, lease.epoch, ttl_s), above]
         async with self._answering():
             epoch = await self._next(self._request_keys(lease.request_id), arguments)
         if not epoch:

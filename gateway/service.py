@@ -290,7 +290,8 @@ class GatewayService:
                 watched.begun(len(first.prompt), len(entry.tokens))
                 yield await self._generation(plan, entry, record, cutoff, watched)
         finally:
-            del self._live[name]
+            if self._live.get(name) is live:
+                del self._live[name]
             live.over.set()
 
     @contextmanager
@@ -321,7 +322,9 @@ class GatewayService:
             async with asyncio.timeout(ABORT_S):
                 await live.over.wait()
         except TimeoutError:
-            raise duplicate(name) from None
+            # It waits for a client that does not read, and may do so for long. When it goes on it ends, and until then it has no lease.
+            if self._live.get(name) is live:
+                del self._live[name]
 
     async def _leased(self, plan: Plan, fields: dict[str, str], account: Account) -> tuple[Plan, Entry, Record]:
         """(plan with the seed of the record, entry with the lease, record of a resumed request)"""

@@ -165,14 +165,15 @@ class MemoryStore:
             return None, record
         return self._grant(request_id, stored, stored.epoch + 1, holder, ttl_s), record
 
-    async def next_epoch(self, lease: Lease, ttl_s: float) -> Lease:
-        """The lease of the same holder's next attempt. StaleEpoch if another holder drives the request now."""
+    async def next_epoch(self, lease: Lease, ttl_s: float, above: int = 0) -> Lease:
+        """The lease of the same holder's next attempt, with an epoch above this one, too. StaleEpoch if another holder drives the request
+        now."""
         stored = self._requests.setdefault(lease.request_id, _StoredRequest())
         # The holder may not know its last epoch: the reply to an earlier call may have been lost.
         is_own = self._is_leased(stored) and stored.holder == lease.holder
         if not is_own and not self._may_drive(stored, lease):
             raise stale(lease.request_id)
-        return self._grant(lease.request_id, stored, max(stored.epoch, lease.epoch) + 1, lease.holder, ttl_s)
+        return self._grant(lease.request_id, stored, max(stored.epoch, lease.epoch, above) + 1, lease.holder, ttl_s)
 
     async def write(self, writes: Sequence[Write], ttl_s: float) -> list[int]:
         """The length of each log afterwards; -1 if another holder drives that request now."""

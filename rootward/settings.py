@@ -71,7 +71,12 @@ class ServiceSettings(BaseSettings):
             command_line: Values = dict(source(args=list(sys.argv[1:] if argv is None else argv))())
         except SettingsError as error:
             raise ConfigurationError(_explain_flags(str(error), source.root_parser)) from None
-        environment = EnvSettingsSource(cls)()
+        try:
+            environment = EnvSettingsSource(cls)()
+        except SettingsError as error:  # whose message has the name of the field alone
+            name = re.search(r'field "(\w+)"', str(error))
+            field = name[1] if name else "environment"
+            raise ConfigurationError(f"{field}: {PREFIX}{field.upper()} is not JSON; correct it") from None
         path = command_line.get("config") or environment.get("config")
         try:
             return cls(**((_file(Path(path)) if path else {}) | environment | command_line))

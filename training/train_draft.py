@@ -16,12 +16,12 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -32,7 +32,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rootward import demo
 from rootward.engine.checkpoint import cpu_dtype
-from rootward.errors import first_line
+from rootward.errors import ConfigurationError, first_line
 from training.budget import Budget, learning_rate
 from training.chat_store import ChatStore, write_chunk
 from training.chats import Chat, ChatSampler
@@ -42,6 +42,8 @@ from training.muon import Muon
 from training.overlap import overlap_loss
 from training.progress import Progress
 from training.warm_start import Sample, warm_start
+
+Number = TypeVar("Number", int, float)
 
 log = logging.getLogger("training.train_draft")
 CHUNK_TOKENS = 25_000
@@ -102,23 +104,41 @@ class Target:
         return weight
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
+def positive(kind: Callable[[str], Number]) -> Callable[[str], Number]:
+    """Reads a number above 0 from a command line."""
+
+    def read(text: str) -> Number:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = None
+        if number is None or not number > 0:
+            raise argparse.ArgumentTypeError(f"{text!r}: use {'a whole' if kind is int else 'a'} number above 0")
+        return number
+
+    return read
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line (None: that of the process)."""
+    count, amount = positive(int), positive(float)
     parser = argparse.ArgumentParser(
         prog="rootward train-draft", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("target", type=Path, help="folder of the target (Hugging Face format)")
     parser.add_argument("--out", type=Path, required=True, help="folder of the head")
     parser.add_argument("--work", type=Path, default=None, help="folder of text and checkpoints; default OUT/work")
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens of text to sample")
-    parser.add_argument("--sampling-minutes", type=float, default=math.inf, help="end sampling after this time instead")
+    parser.add_argument("--tokens", type=count, default=1_000_000, help="tokens of text to sample")
+    parser.add_argument(
+        "--sampling-minutes", type=amount, default=math.inf, help="end sampling after this time instead"
+    )
     parser.add_argument(
         "--answer-tokens",
-        type=int,
+        type=count,
         default=300,
         help="longest answer; shorter ones are sampled faster, and more of them",
     )
-    parser.add_argument("--slots", type=int, default=96, help="chats sampled at a time")
+    parser.add_argument("--slots", type=count, default=96, help="chats sampled at a time")
     parser.add_argument(
         "--prompts",
         type=Path,
@@ -131,40 +151,70 @@ def arguments() -> argparse.Namespace:
         default=None,
         help="folder of a head of this command to go on from, with its draft vocabulary, at all unrolled steps; default: least squares",
     )
-    parser.add_argument("--epochs", type=float, default=4.0)
-    parser.add_argument("--minutes", type=float, default=None, help="end training after this time instead")
-    parser.add_argument("--batch-tokens", type=int, default=3000)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--unrolled", type=int, default=4, help="steps that the last part of training unrolls")
+    parser.add_argument("--epochs", type=amount, default=4.0)
+    parser.add_argument("--minutes", type=amount, default=None, help="end training after this time instead")
+    parser.add_argument("--batch-tokens", type=count, default=3000)
+    parser.add_argument("--learning-rate", type=amount, default=2e-3)
+    parser.add_argument("--unrolled", type=count, default=4, help="steps that the last part of training unrolls")
     parser.add_argument(
         "--tv",
         type=float,
         default=0.0,
         help="weight of the total variation distance 1 - sum min(p, q), the probability that a draft token is rejected, beside KL",
     )
-    parser.add_argument("--draft-vocabulary", type=int, default=8192)
+    parser.add_argument("--draft-vocabulary", type=count, default=8192)
     parser.add_argument(
         "--layers", type=int, nargs="+", default=None, help="layers whose inputs the head reads; default 2, N/2, N-3"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--threads", type=count, default=None)
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def read_turns(path: Path) -> list[str]:
+    """The user turns of a file of JSON lines. ConfigurationError if there is none."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--prompts: '{path}' cannot be read ({error}); name a readable file") from None
+    turns = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            turn = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError):
+            turn = None
+        if not isinstance(turn, str):
+            raise ConfigurationError(f'--prompts: line {number} of \'{path}\' is not such as {{"text": "a question"}}')
+        turns.append(turn)
+    if not turns:
+        raise ConfigurationError(f"--prompts: '{path}' is empty; give lines of JSON, or leave it out")
+    return turns
 
 
 def load_target(args: argparse.Namespace) -> Target:
-    """The target's weights as they are stored; on processors without fast bfloat16 computed in float32."""
-    model = (
-        AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16)
-        .to(args.device)
-        .eval()
-        .requires_grad_(False)
-    )
+    """The target's weights as they are stored; on processors without fast bfloat16 computed in float32. ConfigurationError for a model
+    that cannot write chats, and for layers that it does not have."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.target)
+        model = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        fix = "name a folder that save_pretrained wrote"
+        raise ConfigurationError(f"target: '{args.target}' cannot be loaded ({first_line(error)}); {fix}") from None
+    if not tokenizer.chat_template:
+        raise ConfigurationError(f"target: '{args.target}' has no chat template; name an instruct model, which answers")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigurationError(f"--device: {args.device!r}, but torch finds no CUDA device; use cpu")
+    model = model.to(args.device).eval().requires_grad_(False)
     if args.device == "cpu" and cpu_dtype(str(args.target))[0] == "float32":
         model = model.float()
     count = model.config.num_hidden_layers
     layers = tuple(args.layers or (2, count // 2, count - 3))
-    return Target(model, AutoTokenizer.from_pretrained(args.target), layers, torch.device(args.device))
+    if not all(0 <= layer < count for layer in layers):
+        raise ConfigurationError(f"--layers: {' '.join(map(str, layers))}: use numbers from 0 to {count - 1}")
+    return Target(model, tokenizer, layers, torch.device(args.device))
 
 
 def sample(
@@ -244,13 +294,15 @@ def initialise(head: DraftHead, target: Target, store: ChatStore, split: Split, 
 
 
 def load_head(folder: Path, hidden_size: int) -> DraftHead:
-    """The head to go on from; SystemExit if it cannot be one."""
+    """The head to go on from; ConfigurationError if it cannot be one."""
     try:
         head = DraftHead.load(folder)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise SystemExit(f"--from-head: {folder} has no head that train-draft wrote ({first_line(error)})") from None
+        raise ConfigurationError(
+            f"--from-head: {folder} has no head that train-draft wrote ({first_line(error)})"
+        ) from None
     if head.config["target_hidden_size"] != hidden_size:
-        raise SystemExit(
+        raise ConfigurationError(
             f"--from-head: this head is for targets of hidden size {head.config['target_hidden_size']}, this one has {hidden_size}"
         )
     return head
@@ -348,6 +400,7 @@ class Run:
             "optimizer": self.optimizer.state_dict(),
             "curves": [self.progress.training, self.progress.held_out],
             "counts": [self.seconds, self.steps, self.visited],
+            "layers": list(self.head.config["eagle_aux_hidden_state_layer_ids"]),
         }
         torch.save(state, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
@@ -368,6 +421,11 @@ def train(
         torch.set_float32_matmul_precision("medium")  # the head's float32 matrices too: bfloat16 on CPUs, TF32 on GPUs
     head, progress, checkpoint = run.head, run.progress, args.work / "checkpoint.pt"
     epoch_steps = len(list(store.batches(split.training, args.batch_tokens, random.Random(0)))) // workers.count
+    if not epoch_steps:  # no process would ever get a batch
+        fix = "raise it, or lower --batch-tokens"
+        raise ConfigurationError(
+            f"--tokens: the text has fewer batches than there are processes, {workers.count}; {fix}"
+        )
     total = None if args.minutes else max(1, int(args.epochs * epoch_steps))
     budget = Budget(args.minutes or math.inf, total, seconds_done=run.seconds, steps_done=run.steps)
     with torch.no_grad():
@@ -389,9 +447,10 @@ def train(
         progress.step(done, means[0, 0].item())
         if workers.rank == 0 and time.monotonic() - saved > CHECKPOINT_S:
             saved = time.monotonic()
-            with torch.no_grad():
-                held_out = loss_of(head, target, store, split.held_out[:WATCHED], num_steps=1, users=False)[1]
-            progress.evaluated(budget.steps_done, held_out[0, 0].item())
+            if split.held_out:  # of a small text none may be
+                with torch.no_grad():
+                    held_out = loss_of(head, target, store, split.held_out[:WATCHED], num_steps=1, users=False)[1]
+                progress.evaluated(budget.steps_done, held_out[0, 0].item())
             run.seconds, run.steps = budget.elapsed_s(), budget.steps_done
             run.save(checkpoint)
             head.save(args.out, target.model.config.vocab_size)
@@ -411,18 +470,40 @@ def _endless(
         yield from groups[workers.rank : len(groups) // workers.count * workers.count : workers.count]
 
 
-def main() -> None:
-    """Run all phases."""
+def check_resumed(state: dict[str, Any], args: argparse.Namespace, target: Target) -> None:
+    """ConfigurationError if a checkpoint is of a head of another form than the command line asks for."""
+    fix = f"use that, or another --work than '{args.work}', which has the checkpoint"
+    layers = tuple(state.get("layers", target.layers))  # checkpoints of earlier versions do not tell
+    if layers != target.layers:
+        asked, had = (" ".join(map(str, some)) for some in (target.layers, layers))
+        raise ConfigurationError(f"--layers: {asked}, but the run that goes on here has {had}; {fix}")
+    vocabulary = min(args.draft_vocabulary, target.model.config.vocab_size)
+    if not args.from_head and vocabulary != len(state["draft_ids"]):
+        had = str(len(state["draft_ids"]))
+        raise ConfigurationError(f"--draft-vocabulary: {vocabulary}, but the run that goes on here has {had}; {fix}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0 with a head, 2 for wrong options. Errors are one line on stderr."""
+    args = arguments(argv)
+    try:
+        run_phases(args)
+    except ConfigurationError as error:
+        print(f"rootward train-draft: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def run_phases(args: argparse.Namespace) -> None:
+    """Text, training, report."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     disable_progress_bar()
-    args = arguments()
     args.work = args.work or args.out / "work"
     if args.threads:
         torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
+    given = read_turns(args.prompts) if args.prompts else None
     target = load_target(args)
-    lines = args.prompts.read_text(encoding="utf-8").splitlines() if args.prompts else ()
-    given = [json.loads(line)["text"] for line in lines] or None
     workers = Workers()
     if workers.rank == 0:
         sample(target, args.work / "text", args, prompts=given, num_tokens=args.tokens)
@@ -431,12 +512,16 @@ def main() -> None:
     config = target.model.config
     store = ChatStore(args.work / "text")
     split = Split.of(store, args.seed)
+    if not split.training:
+        raise ConfigurationError(f"--tokens: {args.tokens} are too few, no chat is left for training; raise it")
     checkpoint = args.work / "checkpoint.pt"
     state = torch.load(checkpoint, weights_only=True, map_location=target.device) if checkpoint.exists() else None
+    if state:
+        check_resumed(state, args, target)
     if args.from_head:
         head = load_head(args.from_head, config.hidden_size)
         if tuple(head.config["eagle_aux_hidden_state_layer_ids"]) != target.layers:
-            raise SystemExit(
+            raise ConfigurationError(
                 f"--from-head: this head reads layers {head.config['eagle_aux_hidden_state_layer_ids']}; name them by --layers"
             )
     else:
@@ -507,4 +592,4 @@ def processor_name() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -135,7 +135,9 @@ class Admission:
         """The ServiceError of a request that is refused. closed: why all requests are refused; "": they are not."""
         if closed:
             raise Unavailable(closed, retry_after_s=1.0)
-        if num_queued >= self._settings.max_num_queued_reqs:
+        # What another verifier began was admitted there. It comes when that one is lost and the queues of the others are full.
+        most = self._settings.max_num_queued_reqs * (2 if request.committed else 1)
+        if num_queued >= most:
             raise Overloaded(f"queue holds {num_queued} requests, its limit", retry_after_s=1.0)
         info, asked = self._info, request.stopping.max_tokens
         try:
@@ -157,14 +159,16 @@ class Admission:
         seed would use the same coins, of whose verdicts a drafter may know (algorithms.md 9); matching uses none."""
         seen, seed = self._epochs.get(request.request_id, (0, 0))
         live = self.live.get(request.request_id)
+        # A gateway whose store has forgotten the id goes on above this epoch, which must not end what runs for another client.
+        known = {} if live is not None else {"epoch": str(seen)}
         if request.epoch < seen:
-            raise StaleEpoch(f"epoch: {request.epoch} of request {request.request_id!r} is older than {seen}")
+            older = f"epoch: {request.epoch} of request {request.request_id!r} is older than {seen}"
+            raise StaleEpoch(older, metadata=known)
         if live is not None and request.epoch == seen:
             raise DuplicateRequest(f"request_id: {request.request_id!r} is running already; use a new id")
         if rule is not Rule.MATCH and (request.epoch, request.seed) == (seen, seed):
-            raise StaleEpoch(
-                f"epoch: {seen} of request {request.request_id!r} was used with this seed; give a higher epoch or a new id"
-            )
+            used = f"epoch: {seen} of request {request.request_id!r} was used with this seed; give a higher epoch or a new id"
+            raise StaleEpoch(used, metadata=known)
         if live is not None:
             live.end()
             live.out.put_nowait(StaleEpoch(f"request {request.request_id!r} is driven under epoch {request.epoch}"))

@@ -221,10 +221,14 @@ class VerifierService:
         self._check(request)
         mode, drafter = request.speculation.mode, request.speculation.drafter
         rule, draft_mode, strategy = choose_rule(request, self.settings.law, self.pool.strategy(drafter))
-        check_drafter(drafter, (*self.pool.demand, *self.local.names))
+        # What another verifier began goes on with the drafters that are here, or with none.
+        is_new = not request.committed
+        if is_new:
+            check_drafter(drafter, (*self.pool.demand, *self.local.names))
         wanted = mode is not SpeculationMode.DISABLED and self.pool.possible(drafter)
         if (
             mode is SpeculationMode.REQUIRED
+            and is_new
             and not self.pool.has(drafter, draft_mode)
             and not self.local.grows(drafter, rule)
         ):

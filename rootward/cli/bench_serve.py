@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
+from http.client import HTTPException
 from importlib.util import find_spec
 from itertools import cycle, islice
 from pathlib import Path
@@ -243,6 +244,9 @@ def _served(url: str, api_key: str) -> list[str]:
         fix = "give an --api-key that it knows" if error.code in (401, 403) else "see 'rootward status'"
         code = 2 if error.code < 500 else 4
         raise ConfigurationError(f"--url: {url} answers {error.code} {error.reason}; {fix}", exit_code=code) from None
+    except HTTPException:  # whose message is what was read, as of a gRPC port
+        fix = "give the gateway's --http-listen address"
+        raise ConfigurationError(f"--url: {url} does not answer in HTTP/1.1; {fix}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         fix = "start a server with 'rootward serve all', or name the HTTP address of a running one"
         raise ConfigurationError(f"--url: no gateway at {url} ({error}); {fix}", exit_code=4) from None

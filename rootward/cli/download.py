@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 import time
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -30,14 +31,16 @@ def download(
     Processes that ask for the same folder at the same time wait for the one that downloads. A download that was interrupted is continued
     by the next process. Credentials come from variables: HF_TOKEN, AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS and others.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigurationError(f"folder: '{folder}' is a file; name a new folder")
+    with _lock(folder) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel or the file server releases it when a process dies
         if folder.is_dir():
             typer.echo(f"{folder} is there already", err=True)
             return
         partial = folder.with_name(f"{folder.name}.partial")
         patterns = TOKENIZER_FILES if tokenizer_only else ("*",)
+        _keep_if_of(f"{url} {' '.join(patterns)}", partial, lock)
         for left in reversed(range(attempts)):
             try:
                 _fetch(url, partial, patterns)
@@ -49,6 +52,28 @@ def download(
                 time.sleep(PAUSE_S)
         partial.rename(folder)
     typer.echo(f"downloaded {url} to {folder}", err=True)
+
+
+def _lock(folder: Path) -> TextIO:
+    """The file beside the folder that is locked during a download."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return folder.with_name(f"{folder.name}.lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"folder: '{folder}' cannot be made ({error}); name another one") from None
+
+
+def _keep_if_of(source: str, partial: Path, lock: TextIO) -> None:
+    """Removes an interrupted download of another source than the one that the lock file names, and names this one there. Files of both
+    would be one folder: those that are as long as their objects count as complete."""
+    lock.seek(0)
+    if lock.read() == source:
+        return
+    if partial.exists():
+        shutil.rmtree(partial)
+    lock.truncate(0)
+    lock.write(source)
+    lock.flush()
 
 
 def _fetch(url: str, partial: Path, patterns: tuple[str, ...]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -110,27 +112,41 @@ def services_running(
 ) -> Iterator[list[str]]:
     """Runs `serve all` on free ports of this machine until the end of the block. Returns the lines that it printed up to its address.
 
-    ConfigurationError with the exit code of the process if it does not start.
+    ConfigurationError with the exit code of the process if it does not start. SIGTERM leaves the block by SystemExit.
     """
     own = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--log-level", "warning"]
     command = command_of("all", [*own, "--start-timeout-s", str(start_timeout_s), *flags])
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
-    try:
-        lines: list[str] = []
-        while not lines or READY not in lines[-1]:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                raise ConfigurationError("serve all: the services do not start; see their log", process.wait() or 1)
-            lines.append(line.strip())
-        yield lines
-    finally:
-        process.terminate()
+    with _exit_on_sigterm():
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
         try:
-            process.wait(timeout=STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            lines: list[str] = []
+            while not lines or READY not in lines[-1]:
+                assert process.stdout is not None
+                line = process.stdout.readline()
+                if not line:
+                    raise ConfigurationError("serve all: the services do not start; see their log", process.wait() or 1)
+                lines.append(line.strip())
+            yield lines
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit in the main thread; by default it ends the process at once, and what it started stays behind."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def address_of(lines: Sequence[str]) -> str:

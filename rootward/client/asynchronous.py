@@ -29,6 +29,7 @@ from rootward.wire.status import api_error
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 SHORT_TIMEOUT_S = 30.0  # of calls that do not generate
+LONGEST_TIMEOUT_S = 365 * 86400.0  # gRPC takes times of centuries, and infinity, for deadlines that have passed
 
 Chunk = generate_pb2.GenerateChunk
 
@@ -51,7 +52,8 @@ class AsyncClient:
         metadata: Mapping[str, str] | None = None,
     ):
         """`target` is host:port, grpc://host:port, grpcs://host:port (TLS) or dns:///name:port; several gateways have commas between,
-        as in "one:50051,two:50051": a generation that one of them loses is resumed at another. Times in seconds.
+        as in "one:50051,two:50051": a generation that one of them loses is resumed at another. Times in seconds. ValueError for a
+        timeout of 0 or less, or of more than a year.
         """
         self._connection = Connection(
             target,
@@ -63,7 +65,7 @@ class AsyncClient:
             channel_options=channel_options or {},
             metadata=metadata or {},
         )
-        self._timeout_s = timeout
+        self._timeout_s = _checked(timeout)
         self._max_retries = max_retries
 
     async def __aenter__(self) -> Self:
@@ -78,7 +80,7 @@ class AsyncClient:
     def with_options(self, *, timeout: float | None = None, max_retries: int | None = None) -> Self:
         """The same client, on the same connections, with other limits."""
         other = copy.copy(self)
-        other._timeout_s = self._timeout_s if timeout is None else timeout
+        other._timeout_s = self._timeout_s if timeout is None else _checked(timeout)
         other._max_retries = self._max_retries if max_retries is None else max_retries
         return other
 
@@ -143,8 +145,10 @@ class AsyncClient:
         """Events of the requests of a session, until the caller stops reading, or of one request, until it ends.
 
         Requests that run already come first. Of several gateways one answers, with the requests that it drives itself. Where the gateway
-        has keys this needs one with the scope "admin", which sees all tenants.
+        has keys this needs one with the scope "admin", which sees all tenants. ValueError if both ids are given.
         """
+        if session_id and request_id:
+            raise ValueError(f"request_id: {request_id!r} beside session_id {session_id!r}; watch one of them")
         wanted = {"session_id": session_id} if session_id else {"request_id": request_id}
         request = control_pb2.WatchSessionRequest(**wanted)
         call = self._control().WatchSession(request, metadata=self._connection.metadata())
@@ -288,6 +292,13 @@ class AsyncStream:
     def _result(self) -> GenerationResult:
         choices = tuple(one.result(self._usage, self.request_id) for one in self._received)
         return replace(choices[0], choices=choices)
+
+
+def _checked(timeout: float) -> float:
+    """The timeout. ValueError if a call could not have it."""
+    if not 0 < timeout <= LONGEST_TIMEOUT_S:
+        raise ValueError(f"timeout: {timeout} is no time to wait; use seconds above 0, at most {LONGEST_TIMEOUT_S:.0f}")
+    return timeout
 
 
 def _is_chat(prompt: Prompt | Messages) -> TypeGuard[Messages]:

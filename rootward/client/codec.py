@@ -251,6 +251,8 @@ def _set(message: Message, name: str, value: Any, label: str = "") -> None:
             setattr(message, name, value)
         elif isinstance(value, Mapping):
             getattr(message, name).update(value)
+        elif isinstance(value, str | bytes):  # also sequences, of characters and of numbers
+            raise TypeError
         else:
             getattr(message, name).extend(value)
     except (ValueError, TypeError):

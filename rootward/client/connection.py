@@ -73,10 +73,14 @@ class Connection:
         return channel
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of every call."""
+        """Metadata of every call. ValueError for an API key that no header can hold."""
         pairs = [(k.lower(), v) for k, v in self._metadata.items()]
         if self._api_key is not None:
             key = self._api_key if isinstance(self._api_key, str) else self._api_key()
+            if not (key.isascii() and key.isprintable()):  # gRPC would only say "Invalid metadata"
+                raise ValueError(
+                    "api_key: has a line break or a character outside of ASCII; strip what was read from a file"
+                )
             pairs.append(("authorization", f"Bearer {key}"))
         return tuple(pairs)
 

@@ -20,7 +20,7 @@ from rootward.client import AsyncClient
 from rootward.client.connection import parse_target
 from rootward.client.types import Load, ServerInfo
 from rootward.doctor import Finding, Level, graded
-from rootward.errors import RootwardError, Unavailable
+from rootward.errors import ConfigurationError, RootwardError, Unavailable
 from rootward.wire.tls import Certificates, ClientTls, read_pem
 
 T = TypeVar("T")
@@ -274,9 +274,9 @@ async def look(access: Access) -> System:
     certificates = []
     tls = None
     if secure:
-        certificates.append(await asyncio.to_thread(_certificate_of, address, access.authority))
         if access.authority is not None:
-            tls = grpc.ssl_channel_credentials(read_pem("tls-authority", access.authority))
+            tls = grpc.ssl_channel_credentials(read_pem("--tls-authority", access.authority))
+        certificates.append(await asyncio.to_thread(_certificate_of, address, access.authority))
     client = AsyncClient(access.url, api_key=access.api_key or None, tls=tls, timeout=TIMEOUT_S, max_retries=0)
     async with client:
         try:
@@ -352,9 +352,14 @@ async def _redis_at(url: str) -> RedisSeen:
 
 
 def _certificate_of(address: str, authority: Path | None) -> CertificateSeen:
-    """That of a server that speaks TLS, checked as a client does."""
+    """That of a server that speaks TLS, checked as a client does. ConfigurationError for an authority that is none."""
     host, port = split_host_port(address)
-    context = ssl.create_default_context(cafile=str(authority) if authority is not None else None)
+    try:
+        context = ssl.create_default_context(cafile=str(authority) if authority is not None else None)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--tls-authority: '{authority}' has no certificates ({error}); name a PEM file"
+        ) from None
     context.set_alpn_protocols(["h2"])
     try:
         with (

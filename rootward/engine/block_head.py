@@ -28,6 +28,7 @@ from rootward.engine.attention import FULL, SLIDING
 from rootward.engine.head_weights import (
     HeadWeights,
     TorchRotations,
+    check_attention,
     layer_config,
     product,
     read_tensors,
@@ -106,12 +107,13 @@ class BlockHead:
         self.states, self.readings = readings[0], readings
         self.block_size, self.mask_token, self.depth = block_size, mask_token, block_size - 1
         self.hidden_size, self.dim = config.hidden_size, config.head_dim
+        check_attention(config.num_attention_heads, config.num_key_value_heads)
         self.has_groups = config.num_attention_heads != config.num_key_value_heads
         size, eps = self.hidden_size, config.rms_norm_eps
         self.embedding = weights.embedding(size)
         self.fc = weights.linear({"fc": size}, len(self.states) * weights.target_size)
         self.hidden_norm, self.norm = (weights.torch_norm(name, size, eps) for name in ("hidden_norm", "norm"))
-        self.output = weights.output()
+        self.output = weights.output(size)
         weights.finish()
         self.rotations = TorchRotations(rotations(config, weights.context + block_size, self.dim), self.device)
 

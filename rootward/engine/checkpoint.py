@@ -53,10 +53,26 @@ def read_network(
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()  # it would fill a log
     with _reading(path_or_name):
-        network = AutoModelForCausalLM.from_pretrained(path_or_name, **options)
+        network, found = AutoModelForCausalLM.from_pretrained(
+            path_or_name, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    _check_complete(path_or_name, found)
     if group is None and "device_map" not in options:
         network = network.to(device)
     return network if adapter is None else _merged(network, adapter, group)
+
+
+def _check_complete(path_or_name: str, found: dict[str, Any]) -> None:
+    """ConfigurationError if the network has weights that are not those of the checkpoint: transformers draws them at random.
+
+    found: its report of the reading."""
+    fix = "the checkpoint is damaged, or its config.json is that of another one"
+    for name, stored, wanted in sorted(found["mismatched_keys"]):
+        shapes = f"has shape {list(stored)}, config.json makes it {list(wanted)}"
+        raise ConfigurationError(f"model: {path_or_name!r}: tensor {name} {shapes}; {fix}")
+    if missing := sorted(found["missing_keys"]):
+        names = f"tensors {', '.join(missing[:3])} are missing ({len(missing)} in all)"
+        raise ConfigurationError(f"model: {path_or_name!r}: {names}; {fix}")
 
 
 def read_ends(path_or_name: str, *, device: str = "cpu", dtype: str = "auto") -> Any:
@@ -91,9 +107,10 @@ def _tensor(path_or_name: str, name: str, device: str, dtype: torch.dtype) -> to
         return found
 
     index = file_of("model.safetensors.index.json")
-    shard = json.loads(Path(index).read_text())["weight_map"].get(name, "") if index else "model.safetensors"
+    with _reading(path_or_name):
+        shard = json.loads(Path(index).read_text())["weight_map"].get(name, "") if index else "model.safetensors"
     if (file := file_of(shard) if shard else None) is not None:
-        with safe_open(file, "pt") as tensors:
+        with _reading(path_or_name), safe_open(file, "pt") as tensors:
             if name in tensors.keys():  # noqa: SIM118  # it is no dict
                 tensor: torch.Tensor = tensors.get_tensor(name).to(device, dtype)
                 return tensor
@@ -172,7 +189,7 @@ def _convert(file: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     log.info("%s: reading; this takes a while, once", file.name)
-    with _reading(str(file), (Exception,)):  # those of GGUF files raise many types
+    with _reading(str(file)):
         kinds = {tensor.tensor_type for tensor in GGUFReader(file).tensors}
         dtype = torch.float32 if kinds == {GGMLQuantizationType.F32} else torch.bfloat16
         network = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=dtype)
@@ -274,18 +291,25 @@ def _merged(network: Any, adapter: str, group: Group | None) -> Any:
         kind = str(getattr(PeftConfig.from_pretrained(str(folder)).peft_type, "value", ""))
         if kind != "LORA":
             raise ConfigurationError(f"target_adapter: {adapter!r} is of kind {kind or 'unknown'}; only LoRA is served")
-        return PeftModel.from_pretrained(network, str(folder)).merge_and_unload(safe_merge=True)
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as wrong:
+        adapted = PeftModel.from_pretrained(network, str(folder))
+        # The first reading leaves out what does not match; the second one reports it.
+        report = adapted.load_adapter(str(folder), "default")
+        if odd := [*report.missing_keys, *report.unexpected_keys]:
+            raise ValueError(f"{len(odd)} tensors are in one of the two alone: {', '.join(odd[:2])}")
+        return adapted.merge_and_unload(safe_merge=True)
+    except ConfigurationError:
+        raise
+    except Exception as wrong:  # damaged files raise many types
         raise ConfigurationError(f"target_adapter: {adapter!r} does not fit the model ({first_line(wrong)})") from wrong
 
 
 @contextmanager
-def _reading(
-    path_or_name: str, errors: tuple[type[Exception], ...] = (OSError, ValueError, ImportError)
-) -> Iterator[None]:
-    """ConfigurationError for these errors of a reader."""
+def _reading(path_or_name: str) -> Iterator[None]:
+    """ConfigurationError for every error of a reader: damaged files raise many types."""
     try:
         yield
-    except errors as wrong:
-        message = f"model: {path_or_name!r} cannot be read ({first_line(wrong)}); check the path or name"
-        raise ConfigurationError(message) from wrong
+    except Exception as wrong:
+        # Other types than these two say little without their name: a missing key is its name alone.
+        kind = "" if isinstance(wrong, (OSError, ValueError)) else f"{type(wrong).__name__}: "
+        why = " ".join(f"{kind}{wrong}".split())[:400] or type(wrong).__name__
+        raise ConfigurationError(f"model: {path_or_name!r} cannot be read ({why}); check the path or name") from wrong

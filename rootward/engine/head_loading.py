@@ -61,7 +61,7 @@ def load_head_model(path: str, model: HuggingFaceModel, *, max_slots: int, max_d
         accepted[states] = acceptance(head, model, text)
         log.info("%s: acceptance %.2f on %d tokens with states %s", path, accepted[states], len(text), states)
     head.states = max(accepted, key=accepted.__getitem__)
-    if accepted[head.states] < LEAST_ACCEPTANCE:
+    if not accepted[head.states] >= LEAST_ACCEPTANCE:  # NaN is not
         raise ConfigurationError(
             f"head: {path}: acceptance {accepted[head.states]:.2f} on a probe text, below {LEAST_ACCEPTANCE}; "
             "it was made for another target"

@@ -119,8 +119,8 @@ class HeadWeights:
             return Linear(weight.contiguous(), bias)
         return partial(functional.linear, weight=weight, bias=bias)
 
-    def norm(self, name: str, eps: float) -> Any:
-        weight = self.take(f"{name}.weight").float()
+    def norm(self, name: str, eps: float, size: int) -> Any:
+        weight = self.take(f"{name}.weight", size).float()
         return Norm(weight.numpy(), eps) if self.has_kernels else TorchNorm(weight, eps)
 
     def torch_norm(self, name: str, size: int, eps: float) -> TorchNorm:
@@ -135,11 +135,17 @@ class HeadWeights:
             raise refusal(f"hidden_size: {size}, the target has {self.target_size}, and embed_tokens.weight is missing")
         return self._embedding
 
-    def output(self) -> Output:
-        """The output matrix over the draft vocabulary, rows in ascending order of the target's ids."""
+    def output(self, size: int) -> Output:
+        """The output matrix [V', size] over the draft vocabulary, rows in ascending order of the target's ids."""
         d2t, t2d = self._tensors.pop("d2t", None), self._tensors.pop("t2d", None)
+        if d2t is not None and (d2t.ndim != 1 or not len(d2t)):
+            raise refusal(f"d2t: shape {list(d2t.shape)}; it must hold one offset for each token of the draft")
         ids = None if d2t is None else torch.arange(len(d2t)) + d2t.long()
         own = self.take("lm_head.weight") if "lm_head.weight" in self else None
+        if own is not None and (own.ndim != 2 or own.shape[1] != size):
+            raise refusal(f"lm_head.weight: shape {list(own.shape)}; config.json makes it [tokens, {size}]")
+        if own is None and self.target_size != size:
+            raise refusal(f"hidden_size: {size}, the target has {self.target_size}, and lm_head.weight is missing")
         if own is not None and len(own) != (self.vocab_size if ids is None else len(ids)):
             missing = "d2t is missing" if ids is None else f"d2t has {len(ids)}"
             raise refusal(f"lm_head.weight has {len(own)} rows, the target {self.vocab_size} tokens, and {missing}")
@@ -193,6 +199,12 @@ def read_config(folder: Path) -> dict[str, Any]:
             if method.get(name, lossless) != lossless:
                 raise refusal(f"{name}: {method[name]} is lossy, verification here never is; set it to {lossless}")
     return raw
+
+
+def check_attention(num_q: int, num_kv: int) -> None:
+    """ConfigurationError unless each head of keys and values serves equally many query heads."""
+    if num_kv < 1 or num_q < 1 or num_q % num_kv:
+        raise refusal(f"num_key_value_heads: {num_kv}; give a divisor of num_attention_heads {num_q}")
 
 
 def layer_config(raw: dict[str, Any]) -> dict[str, Any]:

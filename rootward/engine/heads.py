@@ -31,6 +31,7 @@ from rootward.engine.cpu_kernels import array_of, head_inputs
 from rootward.engine.head_weights import (
     HeadWeights,
     TorchRotations,
+    check_attention,
     layer_config,
     product,
     read_config,
@@ -40,6 +41,7 @@ from rootward.engine.head_weights import (
 )
 from rootward.engine.kv_cache import PagedLayer, gathered
 from rootward.engine.layers import DecoderLayers, Layer
+from rootward.errors import ConfigurationError
 
 PREFIXES = ("model.", "layers.0.", "midlayer.")  # the last two: the same layer in two spellings
 
@@ -60,19 +62,22 @@ class Head:
         self.hidden_size, eps = config.hidden_size, config.rms_norm_eps
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         num_q, num_kv = config.num_attention_heads, config.num_key_value_heads
+        check_attention(num_q, num_kv)
         self.is_eagle3 = "hidden_norm.weight" in weights
         self.readings = [self.states]
         if self.is_eagle3 and max(self.states) + 1 < num_layers:
             self.readings.append(tuple(i + 1 for i in self.states))
         size, inner, of_target = config.hidden_size, config.intermediate_size, weights.target_size
+        if not self.is_eagle3 and size != of_target:
+            raise refusal(f"hidden_size: {size}, the target has {of_target}; heads of EAGLE-1 and 2 are as wide as it")
         self.embedding = weights.embedding(size)
         self.fc = weights.linear({"fc": size}, len(states) * of_target if self.is_eagle3 else 2 * size)
-        self.norm_of_state = [
-            weights.norm(f"fc_norm.{i}", eps) for i in range(len(states)) if f"fc_norm.{i}.weight" in weights
-        ]
-        self.norm_before_fc = weights.norm("input_norm", eps) if "input_norm.weight" in weights else None
-        self.before_attention: Any = weights.norm("input_layernorm", eps) if self.is_eagle3 else None
-        self.hidden_norm: Any = weights.norm("hidden_norm", eps) if self.is_eagle3 else None
+        has_norms = "fc_norm.0.weight" in weights  # of each state, or of none
+        self.norm_of_state = [weights.norm(f"fc_norm.{i}", eps, of_target) for i in range(len(states)) if has_norms]
+        whole = len(states) * of_target
+        self.norm_before_fc = weights.norm("input_norm", eps, whole) if "input_norm.weight" in weights else None
+        self.before_attention: Any = weights.norm("input_layernorm", eps, size) if self.is_eagle3 else None
+        self.hidden_norm: Any = weights.norm("hidden_norm", eps, size) if self.is_eagle3 else None
         self.norm_before_residual = bool(getattr(config, "norm_before_residual", False))
         self.norm_output = bool(getattr(config, "norm_output", False))
         heads = {"q_proj": num_q, "k_proj": num_kv, "v_proj": num_kv}
@@ -86,12 +91,12 @@ class Head:
             head_eps=0.0,
             out=weights.linear({"self_attn.o_proj": size}, num_q * dim),
             scaling=dim**-0.5,
-            before_mlp=weights.norm("post_attention_layernorm", eps),
+            before_mlp=weights.norm("post_attention_layernorm", eps, size),
             gate_up=weights.linear({"mlp.gate_proj": inner, "mlp.up_proj": inner}, size),
             down=weights.linear({"mlp.down_proj": size}, inner),
         )
-        self.norm = weights.norm("norm", eps) if "norm.weight" in weights else None
-        self.output = weights.output()
+        self.norm = weights.norm("norm", eps, size) if "norm.weight" in weights else None
+        self.output = weights.output(size)
         weights.finish()
         own = rotations(config, config.max_position_embeddings, dim)
         self.rotations = TorchRotations(own, self.device)
@@ -193,9 +198,19 @@ def load_head(path: str, network: Any) -> Head | BlockHead:
 
     ConfigurationError: the file is no head that is known, does not fit the target, or asks for what is not lossless.
     """
+    folder = Path(path).expanduser()
+    try:
+        return _load(folder, network)
+    except ConfigurationError:
+        raise
+    except Exception as wrong:  # settings of wrong types and values raise many types, most of them in transformers
+        why = " ".join(f"{type(wrong).__name__}: {wrong}".split())[:400]
+        raise refusal(f"{folder}: config.json and the tensors make no head ({why})") from wrong
+
+
+def _load(folder: Path, network: Any) -> Head | BlockHead:
     from transformers import LlamaConfig
 
-    folder = Path(path).expanduser()
     raw = read_config(folder)
     if is_block_head(raw):
         return load_block_head(folder, raw, network)

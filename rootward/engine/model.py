@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rootward.engine import tree_attention
 from rootward.engine.attention import layer_windows
 from rootward.engine.checkpoint import fingerprint, num_bytes
 from rootward.engine.graphs import Capture
@@ -61,6 +62,12 @@ class HuggingFaceModel(Slots):
             num_parameters=sum(p.numel() for p in network.parameters()),
             fingerprint=fingerprint(network, adapter),
         )
+        # A network that has been served before reads the tensors of a step, which a sample does not have.
+        is_new = network.config._attn_implementation not in tree_attention.NAMES
+        if is_new and bool(_sample(network).isnan().any()):
+            raise ConfigurationError(
+                f"model: {name!r}: its logits are NaN; the weights are damaged, or too large for dtype {network.dtype}"
+            )
         weights = num_bytes(network)
         fast = fast and group is None and replace_linears(network, lambda: _sample(network))
         try:
@@ -128,12 +135,13 @@ class HuggingFaceModel(Slots):
 
 def describe(network: Any, name: str, tokenizer: Any, max_len: int | None) -> ModelInfo:
     """What the configuration and the tokenizer (or None) say of a network."""
-    longest = max_len or DEFAULT_MAX_LEN
+    longest, vocab_size = max_len or DEFAULT_MAX_LEN, len(network.get_input_embeddings().weight)
     return ModelInfo(
         name=name,
-        vocab_size=len(network.get_input_embeddings().weight),
+        vocab_size=vocab_size,
         max_positions=min(_context_of(network.config.get_text_config()) or longest, longest),
-        eos_ids=_eos_ids(network),
+        # Configurations of cut-down models name tokens that the model has no more: it can never emit them.
+        eos_ids=tuple(i for i in _eos_ids(network) if 0 <= i < vocab_size),
         tokenizer_hash="" if tokenizer is None else content_hash(tokenizer),
     )
 

@@ -81,10 +81,15 @@ class TokenMap:
         return tuple(found)
 
 
-def token_map(target: Any, draft: Any) -> TokenMap:
-    """Of two tokenizers of transformers. Special tokens are shared if they are spelled alike; so are the ends of a text."""
-    ends = [(target.eos_token_id, draft.eos_token_id)] if None not in (target.eos_token_id, draft.eos_token_id) else []
-    return TokenMap(token_texts(target), token_texts(draft), pairs=ends)
+def token_map(target: Any, draft: Any, *, num_draft_ids: int | None = None) -> TokenMap:
+    """Of two tokenizers of transformers. Special tokens are shared if they are spelled alike; so are the ends of a text.
+
+    num_draft_ids: tokens that the draft model has; its tokenizer may have more. None: as many as the tokenizer."""
+    most = num_ids(draft) if num_draft_ids is None else num_draft_ids
+    own = {i: text for i, text in token_texts(draft).items() if i < most}
+    ends = [(target.eos_token_id, draft.eos_token_id)]
+    has_ends = target.eos_token_id is not None and draft.eos_token_id in own
+    return TokenMap(token_texts(target), own, pairs=ends if has_ends else [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +233,8 @@ def in_vocabulary_of(model: DraftModel, draft_tokenizer: Any, target_tokenizer: 
     tokenizer_hash = content_hash(target_tokenizer)
     if tokenizer_hash == content_hash(draft_tokenizer):
         return model
-    tokens, size = token_map(target_tokenizer, draft_tokenizer), num_ids(target_tokenizer)
+    tokens = token_map(target_tokenizer, draft_tokenizer, num_draft_ids=model.info.vocab_size)
+    size = num_ids(target_tokenizer)
     log.info(
         "%s: has %d of the %d tokens of the target; a token that it lacks is never drafted",
         model.info.name,

@@ -97,15 +97,17 @@ Part = tuple[Sampling, Prefix, TokenTree]
 @torch.inference_mode()
 def adjusted(logits_TV: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
     """Scores [T, V] of the rows of several trees, one tree after another: the logits themselves if nothing changes, else a copy."""
-    if not any(_changes(*part) for part in parts):
+    if not any(_changes(sampling, prefix) for sampling, prefix, _ in parts):
         return logits_TV
     scores = _own_copy(logits_TV)
     at = 0
     for sampling, prefix, tree in parts:
         rows_NV = scores[at : at + len(tree)]
         at += len(tree)
+        if _masked(sampling, prefix):
+            rows_NV.clamp_(min=NEVER)  # once, before all masks: later it would give back what one of them has taken
         if prefix.matcher is not None:
-            _forbid(rows_NV, ~_unpacked(prefix.matcher.masks(tree), rows_NV))
+            rows_NV.masked_fill_(~_unpacked(prefix.matcher.masks(tree), rows_NV), -torch.inf)
         if sampling.allowed_token_ids:
             _allow(rows_NV, sampling)
         if sampling.bad_sequences:
@@ -152,19 +154,19 @@ def shifted(logits_TV: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tens
     return scores
 
 
-def _changes(sampling: Sampling, prefix: Prefix, tree: TokenTree) -> bool:
+def _changes(sampling: Sampling, prefix: Prefix) -> bool:
+    return _masked(sampling, prefix) or sampling.shifted or sampling.penalised
+
+
+def _masked(sampling: Sampling, prefix: Prefix) -> bool:
+    """Has masks that depend on the text."""
     held_back = bool(prefix.num_before_stop and prefix.stop_ids)
-    masked = held_back or bool(sampling.bad_sequences) or prefix.matcher is not None
-    return masked or sampling.shifted or sampling.penalised
+    return held_back or bool(sampling.bad_sequences) or prefix.matcher is not None
 
 
 def _own_copy(logits_TV: torch.Tensor) -> torch.Tensor:
     """A copy in float32, or float64 if the logits are."""
     return logits_TV.clone() if logits_TV.dtype in (torch.float32, torch.float64) else logits_TV.float()
-
-
-def _forbid(rows_NV: torch.Tensor, forbidden: torch.Tensor) -> None:
-    rows_NV.clamp_(min=NEVER).masked_fill_(forbidden, -torch.inf)
 
 
 def _allow(rows_NV: torch.Tensor, sampling: Sampling) -> None:
@@ -175,7 +177,6 @@ def _allow(rows_NV: torch.Tensor, sampling: Sampling) -> None:
 
 def _ban(rows_NV: torch.Tensor, sampling: Sampling, prefix: Prefix, tree: TokenTree) -> None:
     """The last token of a bad sequence has no probability where the output ends with all tokens before it."""
-    rows_NV.clamp_(min=NEVER)
     tail_NL = _tails(prefix.output, tree, max(map(len, sampling.bad_sequences)) - 1)
     for *before, last in sampling.bad_sequences:
         ends = (tail_NL[:, tail_NL.shape[1] - len(before) :] == before).all(1)
@@ -198,7 +199,6 @@ def _hold_back(rows_NV: torch.Tensor, prefix: Prefix, tree: TokenTree) -> None:
     """Forbids `stop_ids` before min_tokens: the row of a node at depth d is for token d after the committed text."""
     early = torch.from_numpy(np.flatnonzero(tree.depth < prefix.num_before_stop)).to(rows_NV.device)
     ids = torch.tensor(prefix.stop_ids, device=rows_NV.device)
-    rows_NV.clamp_(min=NEVER)
     rows_NV[early[:, None], ids] = -torch.inf
 
 

@@ -92,11 +92,13 @@ def token_logprobs(logits_RV: torch.Tensor, tokens: Sequence[int], num_top: int)
 def _cooled(scores_TV: torch.Tensor, temperature: list[float]) -> torch.Tensor:
     if all(t in (0.0, 1.0) for t in temperature):
         return scores_TV
-    scores_TV = scores_TV - scores_TV.amax(-1, keepdim=True)  # the largest score stays finite at any temperature
+    cooled_TV = scores_TV - scores_TV.amax(-1, keepdim=True)  # the largest score stays finite at any temperature
     divisor = [t or 1.0 for t in temperature]  # greedy rows are one-hot, whatever the divisor
     if len(set(divisor)) == 1:
-        return scores_TV / divisor[0]
-    return scores_TV / torch.tensor(divisor, dtype=scores_TV.dtype, device=scores_TV.device)[:, None]
+        return cooled_TV / divisor[0]
+    divisor_T1 = torch.tensor(divisor, dtype=scores_TV.dtype, device=scores_TV.device)[:, None]
+    # The difference makes equal what has only its last bit to tell it apart: rows of temperature 1 stay as they are alone.
+    return torch.where(divisor_T1 == 1.0, scores_TV, cooled_TV / divisor_T1)
 
 
 def _min_p(scores_TV: torch.Tensor, min_p: list[float]) -> torch.Tensor:

@@ -46,10 +46,12 @@ def load_tokenizer(path: str) -> Any:
 
 
 def find_tokenizer(path: str) -> Any | None:
-    """As `load_tokenizer`, but None if there is none: a model without one is served with token ids only."""
+    """As `load_tokenizer`, but None if there is none: a model without one is served with token ids only. A damaged one is not none."""
     try:
         return load_tokenizer(path)
     except ConfigurationError:
+        if (Path(path).expanduser() / "tokenizer.json").is_file():
+            raise
         return None
 
 

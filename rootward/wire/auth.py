@@ -24,6 +24,7 @@ from rootward.wire.status import Context, abort
 log = logging.getLogger(__name__)
 
 HEALTH = "/grpc.health.v1.Health/"
+MAX_HEALTH_CALLS = 1024  # at one time: strangers may make them, and a watch does not end
 MESSAGE_TIMEOUT_S = 60.0  # for a request message to arrive
 SAN = "x509_subject_alternative_name"
 
@@ -61,6 +62,7 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # as abo
 
     def __init__(self, checks: tuple[Check, ...], limits: Mapping[str, int], in_flight: BytesInFlight):
         self._checks = checks
+        self._health_checks = (at_most(MAX_HEALTH_CALLS),)
         self._limits = limits
         self._in_flight = in_flight
 
@@ -73,9 +75,27 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # as abo
         method = handler_call_details.method
         if handler is None:
             return None
-        checks = () if method.startswith(HEALTH) else self._checks
+        checks = self._health_checks if method.startswith(HEALTH) else self._checks
         limit = next((limit for prefix, limit in self._limits.items() if method.startswith(prefix)), None)
         return _guarded(method, handler, checks, limit, self._in_flight)
+
+
+def at_most(limit: int) -> Check:
+    """Admits so many calls at one time."""
+    num_calls = 0
+
+    def ended(*_: object) -> None:
+        nonlocal num_calls
+        num_calls -= 1
+
+    def check(method: str, context: Context) -> None:
+        nonlocal num_calls
+        if num_calls >= limit:
+            raise Overloaded(f"{method}: {limit} calls are under way, the limit; try again", retry_after_s=1.0)
+        num_calls += 1
+        context.add_done_callback(ended)  # type: ignore[arg-type]  # the stubs want an object of a class of theirs
+
+    return check
 
 
 def peers_only(identities: tuple[str, ...]) -> Check:

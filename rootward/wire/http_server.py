@@ -49,6 +49,7 @@ class HttpServer:
             log_level="warning",
             access_log=False,
             lifespan="off",
+            ws="none",  # websockets are served by another protocol, which would not leave `held`
             server_header=False,
             timeout_graceful_shutdown=GRACE_S,
             http=_protocol(

@@ -79,6 +79,13 @@ BY_TEMPLATE = {
         "gateway: {autoscaling: {mode: hpa, minReplicas: 9, maxReplicas: 3}}",
         "gateway.autoscaling.minReplicas",
     ),
+    "an HPA without a request to count in": (
+        "gateway: {autoscaling: {mode: hpa}, resources: {requests: {cpu: null}}}",
+        "gateway.resources.requests.cpu",
+    ),
+    "two ports of one number": ("gateway: {service: {grpcPort: 8000}}", "gateway.service.httpPort"),
+    "a scaler on the port of clients": ("gateway: {scaler: {port: 50051}}", "gateway.scaler.port"),
+    "a scaler on the port of probes": ("gateway: {scaler: {port: 9090}}", "gateway.scaler.port"),
     "names that no object could have": (
         "models: [{name: fifteen-letters, drafter: {pools: {eight-xx: {}}}}]",
         "models.fifteen-letters.drafter.pools.eight-xx",

@@ -155,9 +155,77 @@ async def test_a_stop_is_clean_and_complete():
     await asyncio.to_thread(stopped)
 
 
+def descendants(process):
+    """Process ids of the children of a process, and of theirs."""
+    found, level = [], [process.pid]
+    while level:
+        pattern = ",".join(map(str, level))
+        listed = subprocess.run(["pgrep", "-P", pattern], capture_output=True, text=True, check=False).stdout
+        level = [int(pid) for pid in listed.split()]
+        found += level
+    return found
+
+
+async def ends_with_its_children(command, number):
+    """The exit code of what prints "all listening" and then gets this signal. AssertionError if a process is left."""
+
+    def ended():
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        while "all listening" not in (line := process.stdout.readline()):
+            assert line, "it ended before it was ready"
+        children = descendants(process)
+        assert len(children) >= 4
+        process.send_signal(number)
+        code = process.wait(60)
+        try:
+            wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children), what="the processes")
+        finally:
+            for pid in children:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        return code
+
+    return await asyncio.to_thread(ended)
+
+
+async def test_a_closed_terminal_leaves_no_process():
+    """Its SIGHUP reaches the supervisor alone, because the services have sessions of their own."""
+    assert await ends_with_its_children(local(), signal.SIGHUP) == 0
+
+
+async def test_nohup_keeps_the_services_running_without_a_terminal():
+    def survives():
+        process = subprocess.Popen(
+            ["nohup", *local("--redis-url", "none")], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        while "all listening" not in (line := process.stdout.readline()):
+            assert line, "it ended before it was ready"
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2)
+        process.terminate()
+        assert process.wait(30) == 0
+
+    await asyncio.to_thread(survives)
+
+
+async def test_a_command_that_started_services_ends_them_when_it_is_terminated():
+    """As `rootward check` and `rootward plan` do."""
+    program = (
+        "import time\n"
+        "from rootward.cli.serve import services_running\n"
+        f"with services_running({['--model', MODEL, '--draft-model', DRAFT]!r}, start_timeout_s=60) as lines:\n"
+        "    print(lines[-1], flush=True)\n"
+        "    time.sleep(120)\n"
+    )
+    code = await ends_with_its_children([sys.executable, "-c", program], signal.SIGTERM)
+    assert code == 128 + signal.SIGTERM
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
+        (["--gateway-flags=--max-num-seqs '8"], 2, 'rootward all: gateway_flags: "--max-num-seqs \'8": No closing'),
         (["--model", "/nowhere"], 2, "model: '/nowhere' is not a folder"),
         (["--model", "nobody/no-such-model"], 2, "tokenizer: none at 'nobody/no-such-model' (We couldn't connect"),
         (["--redis-url", "redis://me:p/w@127.0.0.1:1/0"], 2, "redis_url: 'redis://…' is no Redis URL"),

@@ -145,3 +145,26 @@ def test_adapters_that_do_not_fit_are_refused(folder: Path, adapter: Path, tmp_p
             load(folder, adapter=str(other))
     with pytest.raises(ConfigurationError, match="has no weights"):
         load_model("tabular:vocab=5", adapter=str(adapter))
+
+
+@pytest.mark.parametrize("change", ["missing", "renamed", "beyond the layers", "beside the modules", "cut"])
+def test_an_adapter_of_which_a_part_would_be_left_out_is_refused(
+    folder: Path, adapter: Path, tmp_path: Path, change: str
+) -> None:
+    """peft leaves out what does not match, with a warning at most: the text would be that of another model."""
+    file = write_adapter(tmp_path / "other", 1) / "adapter_model.safetensors"
+    tensors = load_file(file)
+    stem = "base_model.model.model.layers.1.self_attn.q_proj"
+    own = {part: tensors[f"{stem}.{part}.weight"] for part in ("lora_A", "lora_B")}
+    if change in ("missing", "renamed"):
+        for part in own:
+            del tensors[f"{stem}.{part}.weight"]
+    other = {"renamed": "layers.1.attn.q_proj", "beyond the layers": "layers.2.self_attn.q_proj"}
+    other |= {"beside the modules": "layers.1.self_attn.o_proj"}
+    if change in other:
+        tensors |= {f"base_model.model.model.{other[change]}.{part}.weight": own[part].clone() for part in own}
+    save_file(tensors, file)
+    if change == "cut":
+        file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ConfigurationError, match=r"target_adapter: .* does not fit the model"):
+        load(folder, adapter=str(file.parent))

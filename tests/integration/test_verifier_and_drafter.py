@@ -31,6 +31,8 @@ from rootward.errors import (
     DuplicateRequest,
     InvalidRequest,
     NoDrafter,
+    NotFound,
+    Overloaded,
     StaleEpoch,
     Unavailable,
 )
@@ -129,6 +131,29 @@ async def test_a_deadline_ends_a_generation_in_the_queue_and_under_way() -> None
         await assert_at_rest(system)
 
 
+async def test_a_text_that_another_verifier_began_goes_on_though_the_queue_is_full() -> None:
+    """Those of a verifier that was lost would break in the middle, since the others are busiest then."""
+    target, draft = tabular_pair(slots=1)
+    async with in_process(target, draft, max_num_queued_reqs=1) as system:
+        waiting = system.service.slots.waiting
+        async with asyncio.TaskGroup() as group:
+            hog = group.create_task(collect(system.verifier, request("hog", max_tokens=3000)))
+            await until(lambda: system.service._running)
+            group.create_task(collect(system.verifier, request("new")))
+            await until(lambda: len(waiting) == 1)
+            with pytest.raises(Overloaded, match="queue holds 1 requests"):
+                await collect(system.verifier, request("newer"))
+            begun = request("begun", epoch=2, committed=(1, 2, 3), max_tokens=10)
+            moved = group.create_task(collect(system.verifier, begun))
+            await until(lambda: len(waiting) == 2 or moved.done())
+            with pytest.raises(Overloaded, match="queue holds 2 requests"):  # twice the limit holds for all
+                await collect(system.verifier, request("begun, too", epoch=2, committed=(1, 2, 3), max_tokens=10))
+            hog.cancel()
+        tokens, _ = moved.result()
+        assert (tokens[:3], len(tokens)) == ([1, 2, 3], 10)
+        await assert_at_rest(system)
+
+
 async def test_epochs_fence_older_owners() -> None:
     target, draft = tabular_pair()
     async with in_process(target, draft) as system:
@@ -183,6 +208,20 @@ async def test_bad_requests_are_refused_with_field_and_fix_and_others_continue(b
         with pytest.raises(error, match=word):
             await collect(system.verifier, bad)
         assert (await running)[0] == greedy_text(target, (1, 2, 3), 80)
+
+
+@pytest.mark.parametrize("wish", [{"mode": SpeculationMode.REQUIRED}, {"drafter": "of another release"}])
+async def test_a_text_that_another_verifier_began_goes_on_without_the_drafter_that_it_asks_for(wish) -> None:
+    """As it does where the drafter is lost: only new requests are refused."""
+    target, _ = tabular_pair()
+    wanted = request(temperature=0.0, max_tokens=20)
+    wanted = replace(wanted, speculation=replace(wanted.speculation, **{"mode": SpeculationMode.AUTO} | wish))
+    begun = tuple(greedy_text(target, wanted.prompt, 5))
+    async with verifier_of(target, {}) as verifier:
+        with pytest.raises((NoDrafter, NotFound)):
+            await collect(verifier, wanted)
+        tokens, _ = await collect(verifier, replace(wanted, epoch=2, committed=begun))
+    assert tokens == greedy_text(target, wanted.prompt, 20)
 
 
 async def test_required_speculation_without_a_drafter_is_refused_and_auto_decodes_plainly() -> None:

@@ -169,6 +169,13 @@ async def test_a_prompt_longer_than_the_context(capsys):
         (["generate", "x", "--url", "http://h:1"], 2, "target: 'http://h:1' has scheme 'http'"),
         (["generate", "x", "--url", "127.0.0.1:1", "--timeout", "5"], 4, "url: no answer from the server"),
         (["status", "--url", "127.0.0.1:1"], 4, "rootward serve all"),
+        (["status", "--url", "127.0.0.1:1", "--api-key", "key\n"], 2, "api_key: has a line break"),
+        (["generate", "x", "--url", "127.0.0.1:1", "--api-key", "schlüssel"], 2, "api_key: has"),
+        (
+            ["doctor", "--gateway", "grpcs://127.0.0.1:1", "--tls-authority", "/nowhere"],
+            2,
+            "--tls-authority: '/nowhere'",
+        ),
         (["check-pair", "/nowhere", "/nowhere"], 2, "no folder at '/nowhere'"),
     ],
 )
@@ -251,6 +258,13 @@ def test_a_bug_is_exit_code_1_in_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("rootward: internal error (ZeroDivisionError")
     with pytest.raises(ZeroDivisionError):
         main(["--debug", "status"])
+
+
+def test_doctor_refuses_an_authority_without_certificates(tmp_path, capsys):
+    (tmp_path / "ca.pem").write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+    flags = ["--gateway", "grpcs://127.0.0.1:1", "--tls-authority", str(tmp_path / "ca.pem")]
+    assert main(["doctor", *flags]) == 2
+    assert "ca.pem' has no certificates" in capsys.readouterr().err
 
 
 def test_exit_codes():

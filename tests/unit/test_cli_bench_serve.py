@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import threading
@@ -10,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from unit.gateway.service_for_tests import grpc_serving
 
 from gateway.schemas import ChatRequest
 from rootward import demo
@@ -154,6 +156,14 @@ def test_refuses_what_it_cannot_run_before_it_runs(url, tmp_path, monkeypatch, c
     assert main(["bench", "serve", *reached, "--out", str(tmp_path)]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
     assert not (tmp_path / "asked.json").exists()
+
+
+async def test_refuses_the_grpc_address_of_a_gateway(tmp_path, capsys) -> None:
+    """The one that all other commands take."""
+    async with grpc_serving() as (_, address):
+        words = ["bench", "serve", "--guidellm", program(tmp_path), "--url", address]
+        assert await asyncio.to_thread(main, words) == 2
+    assert "--http-listen" in capsys.readouterr().err
 
 
 def test_refuses_a_guidellm_of_another_version_and_one_that_fails(url, tmp_path, capsys) -> None:

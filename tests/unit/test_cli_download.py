@@ -30,7 +30,7 @@ class Store(MemoryFileSystem):
         return super()._strip_protocol(path.removeprefix("counted://"))
 
     def get_file(self, rpath, lpath, **kwargs):
-        name = rpath.rpartition("model/")[2]
+        name = rpath.partition("bucket/")[2].partition("/")[2]
         if name in self.broken:
             Path(lpath).write_bytes(b"half")
             raise OSError(f"{name}: connection reset")
@@ -124,6 +124,36 @@ def test_a_broken_download_is_no_folder_and_is_continued(store, tmp_path, capsys
     assert files_of(tmp_path / "m") == FILES
     assert sorted(store.fetched) == sorted(FILES)
     assert before  # what the first had fetched was kept
+
+
+def test_an_interrupted_download_of_another_model_leaves_nothing(store, tmp_path):
+    """Weights of two versions of a model have the same sizes, so they cannot be told apart by them."""
+    second = {name: b"x" * len(content) for name, content in FILES.items() if name != "original/part.bin"}
+    for name, content in second.items():
+        store().pipe_file(f"/bucket/model-2/{name}", content)
+    store.broken = {"tokenizer.json"}
+    assert main(["download", URL, str(tmp_path / "m")]) == 2
+    assert store.fetched
+    store.broken = set()
+    assert main(["download", f"{URL}-2", str(tmp_path / "m")]) == 0
+    assert files_of(tmp_path / "m") == second
+
+
+def test_an_interrupted_download_leaves_no_weights_beside_a_tokenizer(store, tmp_path):
+    store.broken = {"tokenizer.json"}
+    assert main(["download", URL, str(tmp_path / "m")]) == 2
+    assert "model.safetensors" in store.fetched
+    store.broken = set()
+    assert main(["download", URL, str(tmp_path / "m"), "--tokenizer-only"]) == 0
+    assert set(files_of(tmp_path / "m")) == {"config.json", "tokenizer.json"}
+
+
+@pytest.mark.parametrize("path", ["file", "file/m"])
+def test_a_folder_that_cannot_be_made_is_refused_by_name(store, tmp_path, capsys, path):
+    (tmp_path / "file").write_text("")
+    assert main(["download", URL, str(tmp_path / path)]) == 2
+    assert f"folder: '{tmp_path / path}'" in capsys.readouterr().err
+    assert store.fetched == []
 
 
 def test_a_download_is_tried_again_in_place(store, tmp_path, monkeypatch, capsys):

@@ -299,16 +299,43 @@ async def test_refusals_have_their_class_and_one_line(options, kind, reason, wor
         {"sampling": SamplingParams(top_k=-1)},
         {"sampling": SamplingParams(max_tokens=-5)},
         {"sampling": SamplingParams(seed=2**64)},
+        {"sampling": SamplingParams(bad_words="abc")},
         {"speculation": "sometimes"},
         {"speculation": Speculation(verification="maybe")},
     ],
 )
 async def test_values_outside_the_message_types_are_value_errors_with_their_name(bad):
     async with AsyncClient("127.0.0.1:1") as client:
-        with pytest.raises(ValueError, match=r"(top_k|max_tokens|seed|speculation\.\w+): "):
+        with pytest.raises(ValueError, match=r"(top_k|max_tokens|seed|bad_words|speculation\.\w+): "):
             await client.generate("a", **bad)
         with pytest.raises(TypeError):
             await client.generate()
+
+
+async def test_bytes_are_no_token_ids():
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(ValueError, match="prompt: b'abc'"):
+            await client.generate(b"abc")
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, 1e12, float("inf"), float("nan")])
+async def test_times_that_no_call_can_have_are_refused(timeout):
+    """gRPC would take the largest for deadlines that have passed, and every call would fail at once."""
+    async with AsyncClient("127.0.0.1:1") as client:
+        for made in (lambda: AsyncClient("127.0.0.1:1", timeout=timeout), lambda: client.with_options(timeout=timeout)):
+            with pytest.raises(ValueError, match=r"timeout: \S+ is no time to wait"):
+                made()
+
+
+async def test_the_longest_timeout_is_long():
+    async with grpc_serving() as (_, address), AsyncClient(address, timeout=365 * 86400) as client:
+        assert (await client.generate("a")).text == TEXT
+
+
+async def test_a_watch_of_a_session_and_of_a_request_is_refused():
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(ValueError, match="request_id: 'r' beside session_id 's'"):
+            await anext(client.watch(session_id="s", request_id="r"))
 
 
 async def test_a_stream_that_breaks_keeps_its_partial_result():

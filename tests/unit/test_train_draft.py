@@ -2,12 +2,17 @@
 published.
 """
 
+import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional
 
+from rootward import demo
+from rootward.errors import ConfigurationError
 from training.draft_head import DraftHead, _rotate
 from training.overlap import overlap_loss
 
@@ -108,13 +113,109 @@ def test_unreadable_or_unfit_start_heads_are_refused(head: DraftHead, tmp_path: 
     pytest.importorskip("tqdm")
     from training.train_draft import load_head
 
-    with pytest.raises(SystemExit, match="--from-head"):
+    with pytest.raises(ConfigurationError, match="--from-head"):
         load_head(tmp_path, HIDDEN)
     head.config["target_hidden_size"] = HIDDEN
     head.save(tmp_path, vocabulary=9)
     assert load_head(tmp_path, HIDDEN).draft_ids.tolist() == [1, 4, 7]
-    with pytest.raises(SystemExit, match="hidden size 16, this one has 32"):
+    with pytest.raises(ConfigurationError, match="hidden size 16, this one has 32"):
         load_head(tmp_path, 32)
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(SystemExit, match="no head"):
+    with pytest.raises(ConfigurationError, match="no head"):
         load_head(tmp_path, HIDDEN)
+
+
+TARGET = str(demo.paths().target)
+SMALL = [
+    "--tokens",
+    "40",
+    "--slots",
+    "1",
+    "--answer-tokens",
+    "8",
+    "--unrolled",
+    "1",
+    "--device",
+    "cpu",
+    "--epochs",
+    "1",
+]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
+    """The exit code of `rootward train-draft` with these flags."""
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tqdm")
+    from training.train_draft import main
+
+    monkeypatch.setattr(sys, "argv", ["train-draft", *flags])
+    try:
+        return main()
+    except SystemExit as ended:  # of argparse
+        return int(ended.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["/nowhere"], "target: '/nowhere' cannot be loaded"),
+        ([TARGET, "--prompts", "/nowhere.jsonl"], "--prompts: '/nowhere.jsonl' cannot be read"),
+        ([TARGET, "--prompts", "{folder}/lines.txt"], "--prompts: line 2 of"),
+        ([TARGET, "--prompts", "{folder}/empty.jsonl"], "empty.jsonl' is empty"),
+        ([TARGET, "--layers", "2", "3", "99"], "--layers: 2 3 99: use numbers from 0 to"),
+        ([TARGET, "--tokens", "0"], "--tokens: '0': use a whole number above 0"),
+        ([TARGET, "--slots", "0"], "--slots: '0': use a whole number above 0"),
+        ([TARGET, "--draft-vocabulary", "-3"], "--draft-vocabulary: '-3': use a whole number above 0"),
+        ([TARGET, "--minutes", "0"], "--minutes: '0': use a number above 0"),
+        ([TARGET, "--epochs", "many"], "--epochs: 'many': use a number above 0"),
+        (["{folder}/plain"], "has no chat template"),
+    ],
+)
+def test_wrong_options_are_one_line_and_exit_code_2(
+    flags: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lines.txt").write_text('{"text": "What is a tree?"}\nWhat is a root?\n')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    shutil.copytree(TARGET, tmp_path / "plain", ignore=shutil.ignore_patterns("*.jinja"))
+    config = json.loads((tmp_path / "plain" / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config.pop("chat_template", None)
+    (tmp_path / "plain" / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    given = [flag.format(folder=tmp_path) for flag in flags]
+    assert run(monkeypatch, *given, "--out", str(tmp_path / "head")) == 2
+    told = capsys.readouterr().err
+    assert words in told.replace("argument ", "")
+    assert not (tmp_path / "head").exists()
+
+
+def test_a_run_goes_on_only_with_a_head_of_the_same_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other layers would fit its tensors, and another draft vocabulary would be ignored."""
+    (tmp_path / "p.jsonl").write_text('{"text": "What is a tree?"}\n')
+    flags = [TARGET, "--out", str(tmp_path / "head"), *SMALL, "--prompts", str(tmp_path / "p.jsonl")]
+    form = ["--draft-vocabulary", "64", "--layers", "1", "2", "3"]
+    assert run(monkeypatch, *flags, *form) == 0
+    assert run(monkeypatch, *flags, *form) == 0
+    capsys.readouterr()
+    assert run(monkeypatch, *flags, "--draft-vocabulary", "64", "--layers", "0", "2", "3") == 2
+    assert "--layers: 0 2 3, but the run that goes on here has 1 2 3" in capsys.readouterr().err
+    assert run(monkeypatch, *flags, "--draft-vocabulary", "32", "--layers", "1", "2", "3") == 2
+    assert "--draft-vocabulary: 32, but the run that goes on here has 64" in capsys.readouterr().err
+
+
+def test_a_text_without_held_out_chats_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a small one none may be: that must not end training at its first checkpoint."""
+    module = pytest.importorskip("training.train_draft")
+    monkeypatch.setattr(module, "CHECKPOINT_S", 0.0)
+    monkeypatch.setattr(module, "HELD_OUT_SHARE", 0.0)
+    assert run(monkeypatch, TARGET, "--out", str(tmp_path), *SMALL, "--draft-vocabulary", "64") == 0
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+def test_a_text_without_chats_for_training_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = pytest.importorskip("training.train_draft")
+    monkeypatch.setattr(module, "HELD_OUT_SHARE", 1.0)
+    assert run(monkeypatch, TARGET, "--out", str(tmp_path), *SMALL) == 2
+    assert "--tokens: 40 are too few" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,80 @@ def test_tensors_of_another_target_are_refused(tmp_path: Path, name: str) -> Non
     weights[name] = torch.zeros(5, 5)
     save_file(weights, folder / "model.safetensors")
     refused(folder, "head: ")
+
+
+MISSHAPEN: dict[str, dict[str, torch.Tensor]] = {
+    "norm.weight": {"norm.weight": torch.ones(3)},  # a kernel would read what lies behind it
+    "norm.weight of two dimensions": {"norm.weight": torch.ones(32, 32)},
+    "hidden_norm.weight": {"midlayer.hidden_norm.weight": torch.ones(64)},
+    "input_layernorm.weight": {"midlayer.input_layernorm.weight": torch.ones(1)},
+    "post_attention_layernorm.weight": {"midlayer.post_attention_layernorm.weight": torch.ones(1)},
+    "input_norm.weight": {"input_norm.weight": torch.ones(32)},
+    "fc_norm.0.weight": {f"fc_norm.{i}.weight": torch.ones(1) for i in range(3)},
+    "fc_norm.1.weight": {"fc_norm.0.weight": torch.ones(32)},
+    "lm_head.weight": {"lm_head.weight": torch.ones(8, 64)},
+    "lm_head.weight of one dimension": {"lm_head.weight": torch.ones(8)},
+    "d2t of two dimensions": {"d2t": torch.zeros(8, 1, dtype=torch.int64)},
+    "d2t of none": {"d2t": torch.tensor(3)},
+    "d2t without tokens": {"d2t": torch.zeros(0, dtype=torch.int64), "lm_head.weight": torch.zeros(0, 32)},
+}
+
+
+@pytest.mark.parametrize("which", MISSHAPEN)
+def test_misshapen_tensors_are_refused_by_name(tmp_path: Path, which: str) -> None:
+    folder = eagle3(tmp_path, a_target(), draft_ids=DRAFT_IDS)
+    weights = load_file(folder / "model.safetensors") | MISSHAPEN[which]
+    if which.startswith("d2t"):
+        del weights["t2d"]
+    save_file(weights, folder / "model.safetensors")
+    refused(folder, which.partition(" ")[0])
+
+
+def test_heads_of_attention_that_share_no_keys_evenly_are_refused(tmp_path: Path) -> None:
+    """Four query heads over three of keys: a kernel would read keys of a fourth."""
+    refused(eagle3(tmp_path, a_target(), draft_ids=DRAFT_IDS, num_key_value_heads=3), "num_key_value_heads: 3")
+
+
+@pytest.mark.parametrize("make", [eagle1, partial(eagle3, draft_ids=None, with_output=False)])
+def test_a_head_that_is_wider_than_what_it_takes_of_the_target_is_refused(tmp_path: Path, make: Any) -> None:
+    folder = make(tmp_path, networks.tiny("LlamaConfig", num_hidden_layers=6, hidden_size=64))
+    weights = load_file(folder / "model.safetensors") | {"embed_tokens.weight": torch.ones(96, 64)}
+    if "fc.bias" not in weights:
+        weights["fc.weight"] = torch.ones(64, 96)
+    save_file(weights, folder / "model.safetensors")
+    refused(folder, "hidden_size: 64")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        '{"hidden_size": "wide"}',
+        '{"num_attention_heads": 0}',
+        '{"eagle_aux_hidden_state_layer_ids": ["a"]}',
+        '{"eagle_config": [1]}',
+        '{"speculators_config": [1]}',
+        '{"rope_scaling": {"rope_type": "unheard"}}',
+        '{"architectures": 3}',
+    ],
+)
+def test_a_configuration_that_cannot_be_read_is_refused(tmp_path: Path, text: str) -> None:
+    folder = eagle3(tmp_path, a_target(), draft_ids=DRAFT_IDS)
+    wrong = json.loads(text)
+    if isinstance(wrong, dict):
+        changed(folder, **wrong)
+    else:
+        (folder / "config.json").write_text(text)
+    refused(folder, "head: ")
+
+
+def test_a_head_whose_weights_are_no_numbers_is_refused(tmp_path: Path) -> None:
+    model = a_model()
+    folder = eagle3(tmp_path, model.network, draft_ids=DRAFT_IDS)
+    weights = load_file(folder / "model.safetensors") | {"norm.weight": torch.full((32,), torch.nan)}
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ConfigurationError, match="acceptance nan"):
+        load_head_model(str(folder), model, max_slots=1)
 
 
 def test_a_tensor_that_no_known_head_has_is_refused(tmp_path: Path) -> None:

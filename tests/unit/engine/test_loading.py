@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordLevel
 from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+from unit.engine import networks
 
+from rootward.core.requests import Sampling
+from rootward.core.tree import root_only
 from rootward.engine import checkpoint
 from rootward.engine.checkpoint import cpu_dtype
 from rootward.engine.loading import load_model
+from rootward.engine.processors import Prefix, adjusted
 from rootward.engine.tabular import TabularModel
-from rootward.engine.tokenizers import content_hash, first_difference, load_tokenizer, num_ids
+from rootward.engine.tokenizers import content_hash, find_tokenizer, first_difference, load_tokenizer, num_ids
 from rootward.errors import ConfigurationError
 
 
@@ -117,6 +125,39 @@ def test_auto_is_bfloat16_where_the_checkpoint_has_it_and_the_processor_or_our_o
         cpu_dtype(str(tmp_path / "nothing"))
 
 
+def test_a_checkpoint_whose_logits_are_no_numbers_is_refused(tmp_path: Path) -> None:
+    """Otherwise it starts, and every request fails."""
+    network = networks.tiny("LlamaConfig")
+    network.model.norm.weight.data[3] = torch.nan
+    network.save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match="its logits are NaN"):
+        load_model(str(tmp_path), max_slots=1, max_len=64)
+
+
+def test_a_damaged_tokenizer_is_not_taken_for_none(tmp_path: Path) -> None:
+    """Without it ids that are padding of the vocabulary would be sampled."""
+    assert find_tokenizer(str(tmp_path)) is None
+    words("un", "a", "b").save_pretrained(tmp_path)
+    assert num_ids(find_tokenizer(str(tmp_path))) == 3
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(ConfigurationError, match="tokenizer"):
+        find_tokenizer(str(tmp_path))
+
+
+def test_an_end_of_text_that_is_no_token_is_none(tmp_path: Path) -> None:
+    """To hold it back until `min_tokens` would fail the step of every session."""
+    network = networks.tiny("LlamaConfig")
+    network.generation_config.eos_token_id = network.config.eos_token_id = [1, 9999, -1]
+    network.save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), max_slots=1, max_len=64)
+    assert model.info.eos_ids == (1,)
+    prefix = Prefix(num_before_stop=2, stop_ids=model.info.eos_ids)
+    logits = torch.zeros(1, model.info.vocab_size)
+    scores = adjusted(logits, [(Sampling(), prefix, root_only())])
+    assert scores[0].isneginf().nonzero().flatten().tolist() == [1]
+
+
 def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     converted = []
 
@@ -145,3 +186,54 @@ def test_a_gguf_file_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigurationError, match="cannot be read"):
         load_model(str(tmp_path / "bad.gguf"))
     assert not list((tmp_path / "cache" / "rootward" / "gguf").iterdir())
+
+
+def without(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        del tensors[name]
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return change
+
+
+def with_settings(**settings: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **settings}))
+
+    return change
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+
+
+def with_an_empty_index(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (without("model.layers.1.mlp.up_proj.weight"), "layers.1.mlp.up_proj.weight.*missing"),
+        (without("lm_head.weight"), "lm_head.weight.*missing"),
+        (with_settings(num_hidden_layers=3), "layers.2.*missing"),
+        (with_settings(intermediate_size=64), r"layers.0.mlp.down_proj.weight.*\[32, 48\].*\[32, 64\]"),
+        (with_settings(hidden_size="wide"), "cannot be read.*hidden_size"),
+        (with_settings(rope_parameters={"rope_type": "unheard"}), "cannot be read.*unheard"),
+        (cut, "cannot be read.*SafetensorError"),
+        (with_an_empty_index, "cannot be read.*weight_map"),
+    ],
+)
+def test_a_checkpoint_that_is_damaged_or_lacks_tensors_is_refused(
+    change: Callable[[Path], None], named: str, tmp_path: Path
+) -> None:
+    """Otherwise transformers fills what is missing with random numbers, and these are served."""
+    networks.tiny("LlamaConfig").save_pretrained(tmp_path)
+    change(tmp_path)
+    with pytest.raises(ConfigurationError, match=named) as caught:
+        load_model(str(tmp_path), max_slots=1, max_len=64)
+    assert "\n" not in str(caught.value)

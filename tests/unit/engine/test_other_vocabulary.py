@@ -179,6 +179,18 @@ def test_the_same_tokenizer_needs_no_map() -> None:
     assert other.info.tokenizer_hash
 
 
+def test_tokens_of_the_drafts_tokenizer_that_its_model_lacks_are_not_shared() -> None:
+    """A tokenizer may have been given tokens for which nobody has made the embedding larger."""
+    target, draft = trained("bytes", ["\u0120the"]), trained("pieces", ["\u2581the"])
+    the, end = target.convert_tokens_to_ids("\u0120the"), draft.eos_token_id
+    assert draft.convert_tokens_to_ids("\u2581the") == end - 1 == 257
+    model = in_vocabulary_of(TabularModel(257, seed=1), draft, target)
+    slot = model.open([the, target.eos_token_id])
+    row = model.forward([Rows.chain(slot, 0, [the, target.eos_token_id])], num_logits=[1])[0]
+    assert row[the] == row[target.eos_token_id] == -torch.inf
+    assert torch.isfinite(row).sum() == 256
+
+
 async def test_a_drafter_takes_the_tokenizer_of_the_target(tmp_path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

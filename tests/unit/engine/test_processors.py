@@ -107,6 +107,22 @@ def test_a_mask_that_leaves_only_impossible_tokens_leaves_a_law() -> None:
     ]
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_a_mask_gives_nothing_back_that_another_has_taken(temperature: float) -> None:
+    """All tokens that are allowed are impossible: those that are not must not be as likely as they."""
+    logits = torch.tensor([[2.0, -torch.inf, 3.0, -torch.inf, 1.0]]).repeat(2, 1)
+    tree = TokenTree([0, 3], [-1, 0], [False, False])
+    bad = Sampling(temperature, bad_sequences=((0,), (4,)))
+    held_back = Prefix(num_before_stop=1, stop_ids=(2, 1))
+    for sampling, prefix, expected in (
+        (Sampling(temperature, allowed_token_ids=(1, 3)), held_back, ((3,), (1, 3))),
+        (bad, held_back, ((3,), (2,))),
+    ):
+        rows = distributions(adjusted(logits, [(sampling, prefix, tree)]), [sampling] * 2)
+        for row, tokens in zip(rows, expected, strict=True):
+            assert set(row.nonzero().flatten().tolist()) == set(tokens if temperature else tokens[:1])
+
+
 def test_a_draft_mirrors_what_does_not_depend_on_the_text() -> None:
     rng = np.random.default_rng(2)
     chosen = [s for name, (s, _) in PROCESSORS.items() if name in ("temperature", "min_p", "logit_bias", "allowed")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -61,6 +63,17 @@ def test_one_row_does_not_change_another() -> None:
     together = processed(logits, mixed)
     for row, s, got in zip(logits, mixed, together, strict=True):
         torch.testing.assert_close(processed(row[None], [s])[0], got, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("beside", [Sampling(0.5), Sampling(0.0), Sampling(1.0)])
+@pytest.mark.parametrize("own", [Sampling(1.0, top_k=2), Sampling(1.0, min_p=0.125), Sampling(0.5, top_k=2)])
+def test_the_temperature_of_one_row_does_not_change_what_is_kept_of_another(own: Sampling, beside: Sampling) -> None:
+    """Two scores that differ in their last bit alone are equal once the largest has been subtracted."""
+    near = 1.0 if own.top_k else 8 + math.log(own.min_p)  # the edge
+    row = torch.tensor([[8.0, *(near * (1 + i * 2**-23) for i in range(1 if own.top_k else 8, -9, -1))]])
+    alone = processed(row, [own])
+    both = torch.cat([row, torch.zeros_like(row)])
+    assert torch.equal(processed(both, [own, beside])[:1], alone)
 
 
 def test_temperature_zero_is_one_hot_at_the_smaller_id() -> None:

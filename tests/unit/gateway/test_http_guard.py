@@ -292,6 +292,28 @@ async def test_connections_beyond_the_limit_are_closed():
     await stop()
 
 
+async def test_a_connection_that_asks_for_a_websocket_gives_its_place_back():
+    """uvicorn serves websockets where a package for them is installed, by another protocol, which knows nothing of the limit."""
+    address, stop = await served(max_connections=1)
+    upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: MDEyMzQ1Njc4OWFiY2RlZg==\r\n"
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(WHOLE.replace(b"\r\n", b"\r\n" + upgrade, 1))
+    await reader.readline()
+    writer.close()
+    for _ in range(100):  # until the server has seen that
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(WHOLE)
+        try:
+            if b"200" in await reader.readline():
+                break
+        except ConnectionError:
+            pass
+        await asyncio.sleep(0.05)
+    else:
+        raise AssertionError("its place is not given again")
+    await stop()
+
+
 @pytest.mark.parametrize("hello", [b"", b"\x16\x03\x01"])
 async def test_half_a_handshake_does_not_keep_a_connection_and_counts_as_one(tmp_path, hello):
     authority = Authority(tmp_path)

@@ -152,6 +152,16 @@ async def test_without_the_store_epochs_are_counted_on_only_while_the_lease_last
     assert entry.epoch == 2
 
 
+async def test_only_a_store_that_answers_gives_an_epoch_above_that_of_a_verifier(store, ledger):
+    entry = await ledger.begin("r")
+    await ledger.next_epoch(entry, above=9)
+    assert entry.epoch == store._requests["r"].epoch == 10
+    store.dead = True
+    with pytest.raises(StaleEpoch):
+        await ledger.next_epoch(entry, above=20)
+    assert entry.epoch == 10
+
+
 async def test_a_request_begun_without_the_store_is_recorded_later(store, ledger):
     store.dead = True
     entry = await ledger.begin("r")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from drafter_service.settings import DrafterSettings
-from gateway.local import _deployment
+from gateway.local import Child, _deployment
 from gateway.settings import GatewaySettings, LocalSettings
 from rootward import demo
 from rootward.demo import paths
@@ -52,6 +54,23 @@ def test_smollm2_with_its_head_is_the_default_once_it_was_fetched(
     assert len(started("--num-drafters", "2")[2]) == 2
     gateway, verifier, (drafter,) = started("--draft-model", "owner/draft")
     assert (verifier.model, drafter.model) == (str(paths().target), "owner/draft")
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+async def test_a_process_that_is_told_to_end_while_it_starts_does_not_stay(how: str) -> None:
+    """Otherwise the deployment waits for it without end."""
+    child = Child("one", [sys.executable, "-c", "import time; time.sleep(600)"])
+    running = asyncio.create_task(child.run())
+    await asyncio.sleep(0)
+    assert child.pid == 0
+    if how == "stop":
+        await child.stop(1.0)
+    else:
+        child.kill()
+    ended, _ = await asyncio.wait({running}, timeout=10)
+    child.kill()
+    await running
+    assert ended
 
 
 @pytest.mark.parametrize(("threads", "drafters", "of_each"), [(2, 1, 1), (8, 1, 4), (8, 2, 2), (1, 3, 1)])

@@ -75,6 +75,27 @@ async def test_a_verifier_that_was_gone_before_it_saw_the_request_is_no_death():
         assert (await collect(service, GenerateRequest("a"))).text == TEXT
 
 
+async def test_a_verifier_that_was_told_to_end_before_the_first_token_is_no_death():
+    """Both are replaced, as in a rolling upgrade, and a long prompt is not read in the time that they give it."""
+
+    tried, last = [], SpellingVerifier(up=False)
+
+    class Replaced(SpellingVerifier):
+        async def generate(self, request):
+            tried.append(self)
+            self.draining = True
+            async with asyncio.timeout(20):
+                while not any(u.verifier is self and u.info.draining for u in service.upstreams):
+                    await asyncio.sleep(0.005)
+            self.up, last.up = False, len(tried) == 2
+            raise Unavailable("the verifier ended its feed")
+            yield
+
+    async with serving(Replaced(), Replaced(), last, redispatch_wait_s=60) as service:
+        assert (await collect(service, GenerateRequest("a"))).text == TEXT
+    assert len(tried) == 2
+
+
 async def test_suspects_are_tried_one_at_a_time_until_their_first_token():
     """Otherwise a request of a client that shared a verifier with a poison request would share its next one, too."""
     together = []

@@ -65,6 +65,21 @@ async def test_the_bucket_in_redis_is_shared_and_follows_the_same_rule():
             await store.close()
 
 
+async def test_a_clock_of_redis_that_goes_back_stops_no_bucket():
+    """As when a replica takes over whose clock is behind."""
+    with redis_server() as url:
+        store = open_store(url)
+        quick = Rate(1000.0, 100.0)
+        assert await store.take_tokens("t", 100, quick) == 0
+        at = int(await store._client.hget("rw:quota:{t}", "at"))
+        await store._client.hset("rw:quota:{t}", "at", at + 3_600_000)
+        assert await store.take_tokens("t", 100, quick) <= 0.1
+        async with asyncio.timeout(20):
+            while await store.take_tokens("t", 50, quick):
+                await asyncio.sleep(0.01)
+        await store.close()
+
+
 async def test_a_tenant_is_charged_for_generated_tokens_and_refused_with_retry_after():
     verifier = SpellingVerifier()
     async with serving(verifier, tenant_rate=Rate(1.0, 60.0)) as service:

@@ -102,6 +102,60 @@ async def test_what_runs_on_the_same_gateway_gives_way():
         await at_rest(service, verifier)
 
 
+async def test_an_id_may_be_used_again_when_its_record_has_expired():
+    """Verifiers remember its epochs longer."""
+    now = 0.0
+    store, verifier = MemoryStore(now=lambda: now), SpellingVerifier()
+    async with serving(verifier, store=store) as service:
+        for _ in range(2):
+            assert (await collect(service, ask())).text == TEXT
+            await at_rest(service, verifier)
+        now += 1000.0
+        assert (await collect(service, ask())).text == TEXT
+        await at_rest(service, verifier)
+    assert [r.epoch for r in verifier.requests] == [1, 2, 1, 3]
+    assert verifier.requests[-1].committed == ()
+
+
+async def test_a_request_that_another_gateway_has_taken_over_does_not_outbid_it():
+    verifier = SpellingVerifier(run=1, die_after=lambda r: 3 if r.epoch == 1 else None)
+    store = MemoryStore()
+    async with serving(verifier, store=store, redispatch_wait_s=60) as service:
+        deltas = service.generate(ask())
+        await first_tokens(deltas, 2)
+        verifier.epochs["one"] = 5
+        lease, _ = await store.take_over("one", "another gateway", 60, store._requests["one"].fields["digest"])
+        with pytest.raises(StaleEpoch):
+            [_ async for _ in deltas]
+        assert store._requests["one"].epoch == lease.epoch
+        await at_rest(service, verifier)
+
+
+async def test_a_stream_whose_client_does_not_read_gives_way_on_the_same_gateway():
+    """The connection of a client that has gone without a word stays open for long, and its stream waits for room in it."""
+    verifier = SpellingVerifier(run=1)
+    async with serving(verifier) as service:
+        deltas = service.generate(ask())
+        got = await first_tokens(deltas, 3)
+        ids, _, _ = await rest(service, ask(len(got)))
+        assert (*got, *ids) == IDS
+        with pytest.raises(StaleEpoch):
+            [_ async for _ in deltas]
+        await at_rest(service, verifier)
+
+
+async def test_two_clients_that_resume_a_stream_that_nobody_reads_give_way_in_turn():
+    verifier = SpellingVerifier(run=1, delay_s=0.01)
+    async with serving(verifier) as service:
+        deltas = service.generate(ask())
+        got = await first_tokens(deltas, 3)
+        ends = await asyncio.gather(*(rest(service, ask(len(got))) for _ in range(2)), return_exceptions=True)
+        assert sorted(isinstance(end, StaleEpoch) for end in ends) == [False, True]
+        assert next((*got, *end[0]) for end in ends if not isinstance(end, StaleEpoch)) == IDS
+        await deltas.aclose()
+        await at_rest(service, verifier)
+
+
 @pytest.mark.parametrize("offset", [0, 5, len(IDS)])
 async def test_a_finished_request_is_replayed_without_a_verifier(offset):
     verifier = SpellingVerifier()

@@ -65,6 +65,17 @@ async def test_epochs_count_up_and_one_holder_drives(store, name):
     assert (await store.begin(name, "b", 5, ABOUT)).epoch == 3
 
 
+async def test_the_holder_may_ask_for_an_epoch_above_one_that_the_store_has_forgotten(store, name):
+    lease = await store.begin(name, "a", 5, ABOUT)
+    above = await store.next_epoch(lease, 5, 1_800_000_000)
+    assert above.epoch == 1_800_000_001
+    assert (await store.next_epoch(above, 5, 7)).epoch == 1_800_000_002
+    assert await write(store, lease, 0, 1) == -1
+    await store.take_over(name, "b", 5, "d")
+    with pytest.raises(StaleEpoch):
+        await store.next_epoch(above, 5, 1_900_000_000)
+
+
 async def test_a_lease_runs_out_and_a_successor_fences_its_holder(store, name):
     old = await store.begin(name, "a", 0.05, ABOUT)
     await asyncio.sleep(0.1)

@@ -54,7 +54,7 @@ class SpellingVerifier:
         if not self.up:
             raise Unavailable("failed to connect to all addresses")
         if request.epoch < self.epochs.get(request.request_id, 0):
-            raise StaleEpoch("old")
+            raise StaleEpoch("old", metadata={"epoch": str(self.epochs[request.request_id])})
         self.epochs[request.request_id] = request.epoch
         self.running += 1
         try:

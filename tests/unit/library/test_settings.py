@@ -76,6 +76,14 @@ def test_malformed_files_and_unknown_settings_in_them_are_refused(tmp_path, text
         Settings.load(["--config", str(path), "--model", "m"])
 
 
+def test_a_list_in_the_environment_that_is_no_json_is_refused_by_name(monkeypatch):
+    from gateway.settings import GatewaySettings
+
+    monkeypatch.setenv("ROOTWARD_MODELS", "[{")
+    with pytest.raises(ConfigurationError, match=r"^models: ROOTWARD_MODELS is not JSON"):
+        GatewaySettings.load([])
+
+
 def test_help_shows_descriptions_and_defaults(capsys):
     with pytest.raises(SystemExit) as caught:
         Settings.load(["--help"], prog="rootward serve verifier")

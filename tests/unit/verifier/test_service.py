@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import pytest
 from support.services import request, tabular_pair, verifier_of
 
 from rootward.core.frames import HelloAck
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
+from rootward.errors import StaleEpoch
 from verifier_service.drafter_link import Link
 from verifier_service.session import Session
 from verifier_service.speculation import RoundResult
+
+
+@pytest.mark.parametrize(("epoch", "rule"), [(3, Rule.MATCH), (4, Rule.TRAVERSAL)])
+def test_who_is_refused_for_an_old_epoch_learns_the_newest_one(epoch: int, rule: Rule) -> None:
+    target, _ = tabular_pair()
+    admission = verifier_of(target, {}).admission
+    admission.fence(request("x", epoch=4, rule=rule), rule)
+    with pytest.raises(StaleEpoch) as refused:
+        admission.fence(request("x", epoch=epoch, rule=rule), rule)
+    assert refused.value.metadata["epoch"] == "4"
+
+
+def test_nobody_learns_the_epoch_of_a_request_that_runs() -> None:
+    """It could be ended by a higher one."""
+    target, _ = tabular_pair()
+    admission = verifier_of(target, {}).admission
+    running = request("x", epoch=4)
+    admission.fence(running, Rule.MATCH)
+    admission.live["x"] = Session(1, running, Rule.MATCH, DraftMode.COUPLED, frozenset())
+    with pytest.raises(StaleEpoch) as refused:
+        admission.fence(request("x", epoch=3), Rule.MATCH)
+    assert "epoch" not in refused.value.metadata
 
 
 def test_neither_load_nor_other_sessions_change_a_round_that_has_begun() -> None:
