@@ -133,11 +133,11 @@ class Link:
 
     # -- outbound -----------------------------------------------------------------------------------------------------
 
-    def open(self, session: Session, shape: Shape) -> Draft:
-        """Start a tree for the session on this drafter."""
+    def open(self, session: Session, shape: Shape, *, trusted: bool = True) -> Draft:
+        """Start a tree for the session on this drafter. trusted: it may know the noise of bonus tokens."""
         assert self.ack is not None
         slot, self._next_slot = self._next_slot, self._next_slot + 1
-        message = self._open_message(slot, session, shape)
+        message = self._open_message(slot, session, shape, trusted=trusted)
         node_cap, ahead_cap = message.caps
         tree = LivingTree(
             len(session.tokens),
@@ -167,7 +167,7 @@ class Link:
         rows = session.features.before(len(session.tokens), num_tokens)
         return None if rows is None else Features(rows, self.ack.head.int8)
 
-    def _open_message(self, slot: int, session: Session, shape: Shape) -> Open:
+    def _open_message(self, slot: int, session: Session, shape: Shape, *, trusted: bool) -> Open:
         assert self.ack is not None
         request, opening = session.request, session.opening(shape)
         ahead = shape.ahead_on_loopback if is_loopback(self.name) else shape.ahead
@@ -179,7 +179,7 @@ class Link:
             num_atoms=min(opening.num_atoms, self.ack.max_atoms),
             eos_ids=() if request.stopping.ignore_eos else tuple(session.eos_ids),
             ahead_cap=ahead,
-            bonus_key=session.key.bonus() if session.draft_mode.ratio and ahead > 0 else None,
+            bonus_key=session.key.bonus() if session.draft_mode.ratio and ahead > 0 and trusted else None,
             prediction=request.prediction,
             tenant=number_of(session.tenant) if session.tenant else 0,
             cache_salt=number_of(request.cache_salt) if request.cache_salt else 0,

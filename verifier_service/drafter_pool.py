@@ -41,7 +41,8 @@ Dial = Callable[[str], AbstractAsyncContextManager[Drafter]]
 
 
 class DrafterPool:
-    """Links to all drafters. sources: (pool, discovery of its drafters); dial: the drafter at an address.
+    """Links to all drafters. sources: (pool, discovery of its drafters); dial: the drafter at an address; trusts: see
+    `DrafterAudit.trusts`.
 
     `demand`: counters for the autoscaler, by pool. A session counts for the pool of its drafter, without one for the first pool.
     """
@@ -57,7 +58,9 @@ class DrafterPool:
         zone: str = "",
         shape: Shape,
         metrics: LinkMetrics | None = None,
+        trusts: Callable[[str, str], bool] = lambda drafter, pool: True,
     ) -> None:
+        self._trusts = trusts
         self._metrics = metrics or LinkMetrics()
         self._metrics.watch(lambda: self.links)
         self._hello, self._on_growth, self._dial = hello, on_growth, dial
@@ -166,7 +169,7 @@ class DrafterPool:
                 return
             name = best_drafter([link.view() for link in self.links if _accepts(session, link)], unfit=session.unfit)
             if name is not None:
-                session.draft = self._named(name).open(session, self._shape)
+                session.draft = self._open(session, name)
 
     def balance(self, sessions: Iterable[Session]) -> None:
         """Once per interval, and whenever there are no sessions: update `demand.sessions` and start moves between drafters."""
@@ -198,7 +201,7 @@ class DrafterPool:
             if fitting:
                 session = max(fitting, key=lambda s: s.tokens_left)
                 movable.remove(session)
-                session.next_draft = self._named(move.target).open(session, self._shape)
+                session.next_draft = self._open(session, move.target)
                 self.num_moves += 1
                 log.debug("session_moves", source=move.source, target=move.target)
 
@@ -208,6 +211,10 @@ class DrafterPool:
             draft = session.next_draft
             if draft is not None and (link := draft.link) is not None and link.overdue(draft.unanswered_since_s):
                 link.record_round(draft, missed=True)
+
+    def _open(self, session: Session, name: str) -> Draft:
+        link = self._named(name)
+        return link.open(session, self._shape, trusted=self._trusts(name, link.pool))
 
     def _named(self, name: str) -> Link:
         return next(link for link in self.links if link.name == name)

@@ -233,17 +233,15 @@ class EngineLoop:
         if fill:
             self.rounds.start_round_timer(session)
         self.rounds.on_launch(session, len(snapshot.ids) - 1 if snapshot is not None else 0)
-        verified, rule, drafter = self.local.launch(session, snapshot), session.rule, ""
+        verified, drafter = self.local.launch(session, snapshot), ""
         wanted = self.local.wanted(session)
         if session.draft is not None and verified is not None and verified is snapshot:
             drafter = session.draft.drafter
-            if not self.audit.trusts(drafter, session.draft.pool):
-                rule = Rule.MATCH  # lossless for any tree
         return Round(
             kv_slot=session.kv_slot,
             root=session.tokens[-1],
             length=len(session.tokens),
-            rule=rule,
+            rule=self._rule(session),
             sampling=request.sampling,
             key=session.key,
             epoch=request.epoch,
@@ -259,6 +257,16 @@ class EngineLoop:
             session=number,
             wants_features=self._features_of(session) is not None,
         )
+
+    def _rule(self, session: Session) -> Rule:
+        """How the round that begins is verified: by match, which is lossless for any tree, while a drafter that is not trusted grows one.
+
+        This includes rounds without a node of it: a drafter that knows what they would draw could keep its nodes back where that suits it.
+        If it was told the noise of bonus tokens, it could also leave where that suits it, so the session is matched to its end."""
+        drafts = [draft for draft in (session.draft, session.next_draft) if draft is not None]
+        doubtful = [draft for draft in drafts if not self.audit.trusts(draft.drafter, draft.pool)]
+        session.matched = session.matched or any(draft.shared for draft in doubtful)
+        return Rule.MATCH if session.matched or session.draft in doubtful else session.rule
 
     # -- apply --------------------------------------------------------------------------------------------------------
 

@@ -121,6 +121,7 @@ class Slots:
 
 
 MAX_EPOCHS_REMEMBERED = 65536
+MAX_SEEDS_REMEMBERED = 16  # of the newest epoch of a request
 
 
 class Admission:
@@ -129,7 +130,7 @@ class Admission:
     def __init__(self, info: ModelInfo, settings: VerifierSettings) -> None:
         self._info, self._settings = info, settings
         self.live: dict[str, Session] = {}
-        self._epochs: OrderedDict[str, tuple[int, int]] = OrderedDict()  # and the seed of the newest attempt
+        self._epochs: OrderedDict[str, tuple[int, tuple[int, ...]]] = OrderedDict()  # and the seeds used in the newest
 
     def check(self, request: VerifierRequest, *, num_queued: int, closed: str) -> None:
         """The ServiceError of a request that is refused. closed: why all requests are refused; "": they are not."""
@@ -157,7 +158,7 @@ class Admission:
     def fence(self, request: VerifierRequest, rule: Rule) -> None:
         """Refuse an epoch that is lower than the last one; a higher one ends the older attempt (protocol.md 3). An equal one with the same
         seed would use the same coins, of whose verdicts a drafter may know (algorithms.md 9); matching uses none."""
-        seen, seed = self._epochs.get(request.request_id, (0, 0))
+        seen, seeds = self._epochs.get(request.request_id, (0, ()))
         live = self.live.get(request.request_id)
         # A gateway whose store has forgotten the id goes on above this epoch, which must not end what runs for another client.
         known = {} if live is not None else {"epoch": str(seen)}
@@ -166,13 +167,17 @@ class Admission:
             raise StaleEpoch(older, metadata=known)
         if live is not None and request.epoch == seen:
             raise DuplicateRequest(f"request_id: {request.request_id!r} is running already; use a new id")
-        if rule is not Rule.MATCH and (request.epoch, request.seed) == (seen, seed):
-            used = f"epoch: {seen} of request {request.request_id!r} was used with this seed; give a higher epoch or a new id"
+        seeds = seeds if request.epoch == seen else ()
+        if rule is not Rule.MATCH and (request.seed in seeds or len(seeds) >= MAX_SEEDS_REMEMBERED):
+            with_what = "this seed" if request.seed in seeds else f"{len(seeds)} seeds"
+            used = f"epoch: {seen} of request {request.request_id!r} was used with {with_what}; give a higher epoch or a new id"
             raise StaleEpoch(used, metadata=known)
         if live is not None:
             live.end()
             live.out.put_nowait(StaleEpoch(f"request {request.request_id!r} is driven under epoch {request.epoch}"))
-        self._epochs[request.request_id] = request.epoch, request.seed
+        if request.seed not in seeds and len(seeds) < MAX_SEEDS_REMEMBERED:
+            seeds = (*seeds, request.seed)
+        self._epochs[request.request_id] = request.epoch, seeds
         self._epochs.move_to_end(request.request_id)
         if len(self._epochs) > MAX_EPOCHS_REMEMBERED:
             self._epochs.popitem(last=False)

@@ -68,6 +68,13 @@ class VerifierService:
         self.admission = Admission(model.info, settings)
         self._live = self.admission.live
         self._num_sessions = self._num_compiling = 0
+        self.audit = DrafterAudit(
+            self.metrics.registry,
+            self.worker,
+            untrusted_pools=settings.untrusted_pools,
+            redis=redis,
+            prefix=settings.redis_prefix,
+        )
         self.pool = DrafterPool(
             self._hello,
             self._wake.set,
@@ -77,13 +84,7 @@ class VerifierService:
             zone=settings.zone,
             shape=settings.shape,
             metrics=self.metrics.links,
-        )
-        self.audit = DrafterAudit(
-            self.metrics.registry,
-            self.worker,
-            untrusted_pools=settings.untrusted_pools,
-            redis=redis,
-            prefix=settings.redis_prefix,
+            trusts=self.audit.trusts,
         )
         self.engine = EngineLoop(
             self.runner,

@@ -2,7 +2,7 @@
 
 A session is a state machine (`TRANSITIONS`) without I/O. Each part has one writer, and all of them run in the engine loop, between steps:
 text, KV, state and output the methods of `Session`; `draft` and `next_draft` the `DrafterPool`; `local_drafts` the `LocalDrafts`; `round`
-the `Rounds`; `features` the `EngineLoop`.
+the `Rounds`; `features` and `matched` the `EngineLoop`.
 """
 
 from __future__ import annotations
@@ -187,6 +187,7 @@ class Session:
     local: LocalDraft | None = None  # the one of the present round
     features: TextFeatures | None = None  # kept while a drafter with a head may draft for it
     unfit: set[str] = field(default_factory=set)  # drafters that can never take it
+    matched: bool = False  # to the end, because a drafter that is not trusted knows the noise of its bonus tokens
     statistics: Statistics = field(default_factory=Statistics)  # of rounds of its kind
 
     round: PresentRound = field(default_factory=PresentRound)

@@ -1,7 +1,7 @@
 """Structured output (JSON schema, regular expression, Lark grammar): which tokens may follow which node of a tree.
 
 The structure is compiled to a matcher of `llguidance` (optional extra `structured`) over the bytes of the model's tokens. The matcher of a
-session is at the end of its committed text; a round traverses the tree depth first, with rollbacks, so each row is masked under its own
+session is at the end of its committed text; a round traverses the tree depth first, with copies, so each row is masked under its own
 node's text. A draft token that does not match has probability 0, so no node below it is ever reached.
 
 Legend: N nodes, V vocabulary.
@@ -49,30 +49,35 @@ class TreeMatcher:
     def masks(self, tree: TokenTree) -> NDArray[np.uint8]:
         """[N, 4·⌈V / 32⌉]: which tokens may follow each node, one bit each; all of them after a node that cannot be reached.
 
-        Once broken only the end of the text may follow: the generation is then aborted.
+        Where the text of a node exceeds the limits only the end of the text may follow it, and those below: a generation that comes there
+        is aborted. Other nodes are not concerned, for a draft must not end a text that leaves it.
         """
         words = np.full((len(tree), (self._vocab_size + 31) // 32), -1, dtype=np.int32)
-        self._fill(tree, 0, words)
-        if self.broken:
-            allowed = np.zeros(32 * words.shape[1], dtype=np.uint8)
-            allowed[list(self._end_ids)] = 1
-            words[:] = np.packbits(allowed, bitorder="little").view(np.int32)
+        self._fill(self._matcher, tree, 0, words)
+        self._notice()
         return words.view(np.uint8)
 
-    def _fill(self, tree: TokenTree, node: int, words: NDArray[np.int32]) -> None:
-        """Fills the mask of `node`, at which the matcher is, and of all nodes below it."""
+    def _fill(self, matcher: Any, tree: TokenTree, node: int, words: NDArray[np.int32]) -> None:
+        """Fills the mask of `node`, at which the matcher is, and of all nodes below it. Each child has a copy of the matcher, because one
+        that has exceeded its limits cannot be rolled back."""
         row = words[node]
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        self._notice()
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if matcher.is_error():
+            row[:] = self._end_only()
         for child in tree.children[node]:
             token = int(tree.token[child])
-            if token in self._end_ids or self._matcher.try_consume_tokens([token]) != 1:
-                self._notice()
+            if token in self._end_ids:
                 continue
-            self._fill(tree, child, words)
-            if self.broken:
-                return
-            self._matcher.rollback(1)
+            below = matcher.deep_copy()
+            if below.is_error() or below.try_consume_tokens([token]) == 1 or below.is_error():
+                self._fill(below, tree, child, words)
+
+    def _end_only(self) -> NDArray[np.int32]:
+        """The mask that allows the end of the text alone."""
+        allowed = np.zeros(32 * ((self._vocab_size + 31) // 32), dtype=np.uint8)
+        allowed[list(self._end_ids)] = 1
+        return np.packbits(allowed, bitorder="little").view(np.int32)
 
     def _notice(self) -> None:
         if not self.broken and self._matcher.is_error():

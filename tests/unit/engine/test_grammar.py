@@ -26,6 +26,12 @@ FORMS = {
     "regex": Structure(Form.REGEX, r"-?[0-9]{2,5}(\.[0-9]+)?"),
     "grammar": Structure(Form.GRAMMAR, 'start: "[" item ("," item)* "]"\nitem: /[ab]+/ | start'),
 }
+# After "a" and some "r" there are more ways to read the text than the matcher follows; after "b" there is one.
+NUM_RULES = 60
+AMBIGUOUS = 'start: "b"* | "a" x0\n' + "\n".join(
+    f'x{i}: "r" | x{(i + 1) % NUM_RULES} x{(i * 7 + 3) % NUM_RULES} | x{(i * 5 + 2) % NUM_RULES} "r" x{(i + 1) % NUM_RULES}'
+    for i in range(NUM_RULES)
+)
 
 
 def walk(wanted: Structure, rng: np.random.Generator, length: int) -> list[int]:
@@ -148,8 +154,31 @@ def test_a_form_beyond_the_matcher_s_limits_ends_the_text() -> None:
     source = LLMatcher.grammar_from_json_schema('{"type": "object"}')
     matcher = TreeMatcher(LLMatcher(tokenizer, source, limits=limits, log_level=0), VOCAB, frozenset({EOS}))
     assert not matcher.broken
-    text = [TEXTS.index(character) for character in '{"a']
+    first, *text = [TEXTS.index(character) for character in '{"ab']
+    assert matcher.advance([first])
     masks = allowed(matcher.masks(TokenTree([0, *text], [-1, 0, 1, 2], [False] * 4)))
     assert matcher.broken
     assert all(np.flatnonzero(row).tolist() == [EOS] for row in masks)
     assert not matcher.advance([EOS])
+
+
+def test_a_draft_beyond_the_matcher_s_limits_does_not_end_a_text_that_leaves_it() -> None:
+    """Its own nodes have the masks of plain decoding, which ends there; all others, the root too, those of their texts."""
+    wanted = Structure(Form.GRAMMAR, AMBIGUOUS)
+    source, (a, b, r) = grammars(), (TEXTS.index(character) for character in "abr")
+    before, matcher = source.matcher(wanted), source.matcher(wanted)
+    long = [a, *[r] * 12]
+    tree = TokenTree([0, b, *long, b], [-1, 0, 0, *range(2, 1 + len(long)), 1], [False] * (3 + len(long)))
+    masks = allowed(matcher.masks(tree))
+    assert not matcher.broken
+    assert (masks[0] == allowed(before.masks(root_only()))[0]).all()
+    broken = 0
+    for node in range(1, len(tree)):
+        alone = source.matcher(wanted)
+        fits = alone.advance(tree.path(node))
+        assert fits or alone.broken
+        wants = allowed(alone.masks(root_only()))[0]
+        broken += bool(alone.broken)
+        assert (masks[node] == wants).all()
+    assert 0 < broken < len(long)
+    assert matcher.advance([b] * 20)

@@ -9,6 +9,7 @@ from rootward.core.frames import HelloAck
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
 from rootward.errors import StaleEpoch
 from verifier_service.drafter_link import Link
+from verifier_service.kv_admission import MAX_SEEDS_REMEMBERED
 from verifier_service.session import Session
 from verifier_service.speculation import RoundResult
 
@@ -21,6 +22,23 @@ def test_who_is_refused_for_an_old_epoch_learns_the_newest_one(epoch: int, rule:
     with pytest.raises(StaleEpoch) as refused:
         admission.fence(request("x", epoch=epoch, rule=rule), rule)
     assert refused.value.metadata["epoch"] == "4"
+
+
+def test_no_seed_is_used_twice_in_an_epoch_whatever_came_between() -> None:
+    """Its coins would be used twice, and a drafter may have heard of their verdicts."""
+    target, _ = tabular_pair()
+    admission = verifier_of(target, {}).admission
+    for seed in (1, 2, 3):
+        admission.fence(request("x", epoch=4, seed=seed), Rule.TRAVERSAL)
+    for seed in (1, 2, 3):
+        with pytest.raises(StaleEpoch):
+            admission.fence(request("x", epoch=4, seed=seed), Rule.TRAVERSAL)
+    for seed in range(4, 4 + MAX_SEEDS_REMEMBERED - 3):
+        admission.fence(request("x", epoch=4, seed=seed), Rule.TRAVERSAL)
+    with pytest.raises(StaleEpoch) as refused:  # more than are remembered
+        admission.fence(request("x", epoch=4, seed=99), Rule.TRAVERSAL)
+    assert refused.value.metadata["epoch"] == "4"
+    admission.fence(request("x", epoch=5, seed=1), Rule.TRAVERSAL)
 
 
 def test_nobody_learns_the_epoch_of_a_request_that_runs() -> None:
