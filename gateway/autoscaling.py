@@ -173,7 +173,9 @@ async def scaler_port(settings: GatewaySettings, registry: Registry) -> AsyncIte
     looking = asyncio.create_task(watch.run(), name="scaler")
     try:
         # KEDA needs a certificate of the authority, since nothing else identifies it.
-        async with RpcServer(settings.scaler_listen, tls=settings.server_tls, grace_s=GRACE_S) as server:
+        async with RpcServer(
+            settings.scaler_listen, tls=settings.server_tls, grace_s=GRACE_S, setting="scaler_listen"
+        ) as server:
             ScalerServicer(watch).register(server)
             await server.start()
             await server.set_ready(True)

@@ -22,7 +22,7 @@ from gateway.metrics import Metrics
 from gateway.planning import Plan
 from gateway.requests import Delta, Ending
 from gateway.resuming import FINISH, StreamInterrupted
-from gateway.router import Upstream, Upstreams, choose
+from gateway.router import Stream, Upstream, Upstreams, choose
 from gateway.session_store import Run
 from gateway.watching import WatchedRequest
 from rootward.client.types import Round, Timing, Usage
@@ -38,6 +38,7 @@ from rootward.errors import DeadlineExceeded, Overloaded, ServiceError, StaleEpo
 log = structlog.get_logger()
 
 MAX_FRUITLESS = 3  # attempts in a row that add no token before the request fails
+REFUSED_PAUSE_S = 1.0  # before a full verifier is asked again that does not say when it may have room
 MAX_DEATHS = 2  # of verifiers before the first token of a request
 
 T = TypeVar("T")
@@ -54,6 +55,7 @@ class Cutoff:
         self.deadline = deadline
         self.aborted = False
         self.error: ServiceError | None = None  # of an aborted request; None = it ends with reason ABORTED
+        self._lost: ServiceError | None = None
         self._timer: asyncio.Timeout | None = None
 
     def abort(self, error: ServiceError | None = None) -> None:
@@ -64,8 +66,14 @@ class Cutoff:
         if self._timer is not None:
             self._timer.reschedule(asyncio.get_running_loop().time())
 
+    def lose(self, error: ServiceError) -> None:
+        """What is waited for now will not come: the waiting ends with this error. May be called from another task at any time."""
+        if self._timer is not None and not self.aborted:
+            self._lost = error
+            self._timer.reschedule(asyncio.get_running_loop().time())
+
     async def wait(self, work: Coroutine[Any, Any, T], phase: str) -> T:
-        """The result of `work`. Raises Aborted, or DeadlineExceeded naming the phase."""
+        """The result of `work`. Raises Aborted, the error of `lose`, or DeadlineExceeded naming the phase."""
         if self.aborted:
             work.close()
             raise Aborted
@@ -75,10 +83,12 @@ class Cutoff:
         except TimeoutError:
             if self.aborted:
                 raise Aborted from None
+            if self._lost is not None:
+                raise self._lost from None
             message = f"the deadline of the request passed (phase: {phase})"
             raise DeadlineExceeded(message, metadata={"phase": phase}) from None
         finally:
-            self._timer = None
+            self._timer = self._lost = None
 
 
 class Generation:
@@ -118,6 +128,7 @@ class Generation:
         self._process = ""  # of the verifier that was chosen last
         self._failed: set[str] = set()
         self._fruitless = 0  # attempts in a row without a token
+        self._full_since: float | None = None  # when, since the last token, all verifiers first were full
         self._deaths = 0  # of verifiers before the first token
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
@@ -189,16 +200,20 @@ class Generation:
         left_s = max(0.001, self._cutoff.deadline - self._now())
         committed, epoch = tuple(self._entry.tokens), self._entry.epoch
         request = replace(self._plan.first, committed=committed, epoch=epoch, deadline_s=left_s)
+        stream = Stream(self._cutoff.lose, heard_at=self._now())
         upstream.num_in_flight += 1
+        upstream.streams.add(stream)
         try:
-            async with aclosing(upstream.verifier.generate(request)) as stream:
-                while (run := await self._cutoff.wait(_next_or_none(stream), "generate")) is not None:
+            async with aclosing(upstream.verifier.generate(request)) as runs:
+                while (run := await self._cutoff.wait(_next_or_none(runs), "generate")) is not None:
+                    stream.heard_at = self._now()
                     yield run
         except DeadlineExceeded as error:  # a client that asks again would pay for these tokens twice
             error.metadata["emitted"] = str(len(self._entry.tokens))
             raise
         finally:
             upstream.num_in_flight -= 1
+            upstream.streams.remove(stream)
         raise Unavailable("the verifier ended its stream without a finish")
 
     def _take(self, run: Committed) -> Delta:
@@ -221,7 +236,7 @@ class Generation:
             self._watched.round(known, new.accepted)
             self._ledger.extend(self._entry, new)
             self._first_at = self._first_at or self._now()
-            self._fruitless = 0
+            self._fruitless, self._full_since = 0, None
         rounds: tuple[Round, ...] = ()
         if first.trees and run.tokens:
             tree = (run.tree.tokens, run.tree.parents, run.tree.path) if run.tree else ()
@@ -292,18 +307,33 @@ class Generation:
         """Prepare the next attempt after a lost one: a new epoch, and another verifier."""
         self._in_one_attempt = False
         self._failed.add(upstream.name)
-        self._fruitless += 1
         others = any(u.ready and u.name not in self._failed for u in self._upstreams)
         full = isinstance(error, Overloaded)
+        if full and not others:
+            await self._wait_for_room(error)
+        else:
+            self._fruitless += 1
         if not full:
             await self._count_death(upstream, incarnation, error)
-        if self._fruitless > MAX_FRUITLESS or (full and not others):
+        if self._fruitless > MAX_FRUITLESS:
             raise self._interrupted(str(error)) if self._num_sent else error
         if not full:
             self._upstreams.lost(upstream)
         log.warning("redispatch", request_id=self._plan.request.request_id, verifier=upstream.name, error=str(error))
         self._metrics.redispatched.inc()
         await self._ledger.next_epoch(self._entry)
+
+    async def _wait_for_room(self, error: Unavailable | Overloaded) -> None:
+        """Pause before all verifiers, which are full, are asked again: a running stream has nowhere else to go. The error, if the client
+        can still send the request to another gateway, or when there has been no room for `redispatch_wait_s`."""
+        now = self._now()
+        if self._full_since is None:
+            self._full_since = now
+        left_s = self._full_since + self._redispatch_wait_s - now
+        if not self._entry.tokens or left_s <= 0:
+            raise self._interrupted(str(error)) if self._num_sent else error
+        pause_s = REFUSED_PAUSE_S if error.retry_after_s is None else error.retry_after_s
+        await self._cutoff.wait(asyncio.sleep(min(pause_s, left_s)), "dispatch")
 
     async def _outbid(self, error: StaleEpoch) -> None:
         """Go on above the epoch that a verifier remembers of an earlier request of this id, of which the store knows nothing any more: its

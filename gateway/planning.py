@@ -12,6 +12,7 @@ from gateway.tokenizer import Tokenizer
 from rootward.core.requests import MAX_BAD, DraftMode, Rule, Stopping, VerifierRequest, check_ids
 from rootward.errors import ContextLengthExceeded, InvalidRequest
 from rootward.ports import ModelInfo
+from rootward.wire import channel
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -118,6 +119,7 @@ def make_plan(
             tenant=request.tenant,
         )
         first.check_tokens(model.vocab_size, model.eos_ids)
+    _check_answer(first)
     stop_ids = frozenset(request.stop_token_ids).union(() if request.ignore_eos else model.eos_ids)
     return Plan(request, first, stop_ids, warnings)
 
@@ -153,6 +155,17 @@ def _max_tokens(
     if request.max_tokens is not None:
         raise ContextLengthExceeded("max_tokens", wanted, f"is more than this server gives, {max_output}")
     return max_output
+
+
+def _check_answer(first: VerifierRequest) -> None:
+    """InvalidRequest for log-probabilities of a prompt that no message can carry: a verifier would refuse them after the prefill."""
+    most = first.prompt_logprobs
+    if most is None:
+        return
+    num_tokens = len(first.prompt) - 1
+    if num_tokens * (4 + 8 * most) > channel.MAX_ITEM_BYTES:  # an f32; of each likely token its id and an f32
+        fix = f"per token are too many for an answer on {num_tokens} tokens; ask for fewer, or send a shorter prompt"
+        raise InvalidRequest("prompt_logprobs", most, fix)
 
 
 def check_length(field: str, num_prompt: int, model: ModelInfo) -> None:

@@ -10,7 +10,8 @@ Hints on held prefixes are hashes, which gateways share through the session stor
 hint names the process that computed the prefix and counts until that process ends or evicts the prefix: verifiers report how long unused
 text stays in their cache (`kv_evicted_age_s`), and older hints are ignored until they expire.
 
-Verifiers are listed or discovered, and asked for their state once a second.
+Verifiers are listed or discovered, and asked for their state once a second. One that hangs keeps its connections open and does not end its
+streams; if polls fail and nothing is committed meanwhile, they are taken from it once another verifier is ready.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import takewhile
 
@@ -30,7 +31,7 @@ import structlog
 from rootward.core.requests import VerifierRequest
 from rootward.discovery.polling import follow
 from rootward.engine.prefix_keys import chain, first_key
-from rootward.errors import RootwardError
+from rootward.errors import RootwardError, ServiceError, Unavailable
 from rootward.ports import Discovery, ModelInfo, Peer, Verifier, VerifierInfo
 from rootward.wire.clients import RemoteVerifier
 
@@ -45,6 +46,7 @@ TTL_S = 1800.0  # of a hint that is not used
 PUBLISHED_S = 10.0  # the least time between two publications of one hint that other gateways still believe
 RECENTLY_LOST_S = 10.0  # time after a loss in which other verifiers are preferred
 POLL_TIMEOUT_S = 2.0
+SILENT_S = 2.5  # from the first failed poll to another one, after which a verifier that sends nothing meanwhile loses its streams
 NOT_READY_POLL_S = 0.1  # between polls while no verifier is ready
 
 
@@ -80,7 +82,7 @@ def prefix_keys(fingerprint: str, request: VerifierRequest, output: Sequence[int
     lengths = prefix_lengths(len(text))
     if not lengths:
         return []
-    shared = repr((request.tenant, request.cache_salt)) if request.cache_salt else request.tenant
+    shared = repr((request.tenant, request.cache_salt))
     blocks = chain(first_key(fingerprint, shared), text, BLOCK, lengths[-1] // BLOCK)
     return [blocks[length // BLOCK - 1].hex() for length in lengths]
 
@@ -143,6 +145,14 @@ class Prefixes:
 
 
 @dataclass(slots=True, eq=False)
+class Stream:
+    """A generation that runs at a verifier. `lose` ends it with Unavailable while it waits for the next tokens."""
+
+    lose: Callable[[ServiceError], None]
+    heard_at: float  # when it began, or last brought something, on the loop's clock
+
+
+@dataclass(slots=True, eq=False)
 class Upstream:
     """One verifier. `name` is its address."""
 
@@ -153,6 +163,8 @@ class Upstream:
     fits: bool = True  # its model is the one that this gateway serves
     listed: bool = True  # by discovery, and not as leaving
     num_in_flight: int = 0  # requests of this gateway, now
+    streams: set[Stream] = field(default_factory=set)  # of these requests
+    failing_since: float | None = None  # when, since its last answer, the first poll failed, on the loop's clock
     lost_at: float = -math.inf  # when a stream of it last broke, on the loop's clock
     reported_at: float = 0.0  # when `info` came, on the loop's clock
 
@@ -241,7 +253,7 @@ class Upstreams:
         self._tokenizer_hash = tokenizer_hash  # of the gateway's own tokenizer; "" = not compared
         self._poll_s = poll_s
         self._poll_now = asyncio.Event()
-        self._polled = asyncio.Event()  # set, and replaced, after every poll
+        self._polled = asyncio.Event()  # set, and replaced, after every answer
         self.model: ModelInfo | None = None
         self.mismatch = ""  # why a verifier does not fit, for people
 
@@ -308,16 +320,21 @@ class Upstreams:
                 await self._dialled.pop(address).close()
 
     async def _poll_forever(self) -> None:
-        """Poll once a second, and more often while none is ready."""
-        while True:
-            await self._drop_gone()
-            await self.poll()
-            self._polled.set()
-            self._polled = asyncio.Event()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._poll_s if self.ready else min(self._poll_s, NOT_READY_POLL_S)):
-                    await self._poll_now.wait()
-            self._poll_now.clear()
+        """Poll once a second, and more often while none is ready. One that fails keeps the others waiting only the first time."""
+        asking: dict[Upstream, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._drop_gone()
+                asking = {upstream: task for upstream, task in asking.items() if not task.done()}
+                asking |= {
+                    upstream: group.create_task(self._ask(upstream)) for upstream in self if upstream not in asking
+                }
+                if answering := [task for upstream, task in asking.items() if upstream.failing_since is None]:
+                    await asyncio.wait(answering)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._poll_s if self.ready else min(self._poll_s, NOT_READY_POLL_S)):
+                        await self._poll_now.wait()
+                self._poll_now.clear()
 
     async def poll(self) -> None:
         """Ask every verifier for its state once."""
@@ -333,7 +350,9 @@ class Upstreams:
             if upstream.answers:
                 log.warning("verifier_lost", verifier=upstream.name, error=type(error).__name__)
             upstream.answers = False
+            self._take_streams(upstream)
             return
+        upstream.failing_since = None
         if not upstream.answers:
             log.info("verifier_found", verifier=upstream.name, worker=info.worker, model=info.model.name)
         upstream.reported_at = asyncio.get_running_loop().time()
@@ -344,13 +363,28 @@ class Upstreams:
         elif problem != self.mismatch:
             log.error("verifier_does_not_fit", verifier=upstream.name, problem=problem)
             self.mismatch = problem
+        self._polled.set()
+        self._polled = asyncio.Event()
+
+    def _take_streams(self, upstream: Upstream) -> None:
+        """A poll failed: take the streams from a verifier that hangs. More than one poll must have failed, since this gateway may itself
+        have stood still during one, and another verifier must be ready, since this one may go on."""
+        now = asyncio.get_running_loop().time()
+        if upstream.failing_since is None:
+            upstream.failing_since = now
+        silent_s = now - upstream.failing_since
+        if silent_s < SILENT_S or not self.ready:
+            return
+        for stream in list(upstream.streams):
+            if now - stream.heard_at >= SILENT_S:
+                stream.lose(Unavailable(f"the verifier has not answered for {silent_s:.1f} s"))
 
     def _difference(self, model: ModelInfo) -> str:
         """Why tokens of this model cannot continue those of the served one; "" if they can."""
-        for field in ("vocab_size", "tokenizer_hash", "fingerprint", "eos_ids"):
-            ours, theirs = getattr(self.model or model, field), getattr(model, field)
+        for name in ("vocab_size", "tokenizer_hash", "fingerprint", "eos_ids"):
+            ours, theirs = getattr(self.model or model, name), getattr(model, name)
             if ours != theirs:
-                return f"{field} {theirs!r} is not {ours!r} of the first verifier"
+                return f"{name} {theirs!r} is not {ours!r} of the first verifier"
         own = self._tokenizer_hash
         if own and model.tokenizer_hash and own != model.tokenizer_hash:
             return f"tokenizer {model.tokenizer_hash} of the verifier is not the gateway's {own}"

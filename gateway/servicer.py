@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -199,8 +200,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def Drain(self, request: control_pb2.DrainRequest, context: Context) -> control_pb2.DrainResponse:
         """Start a drain; returns at once."""
-        running = self._models.load.num_running
-        self._models.start_draining(request.timeout_s or self._shutdown_timeout_s)
+        async with errors_as_status(context):
+            if not 0 <= request.timeout_s < math.inf:
+                raise InvalidRequest("timeout_s", request.timeout_s, "is no time to wait; send seconds of 0 or more")
+            running = self._models.load.num_running
+            self._models.start_draining(request.timeout_s or self._shutdown_timeout_s)
         return control_pb2.DrainResponse(num_running=running)
 
 

@@ -61,6 +61,9 @@ class ChatStore:
         """File and place of a chat."""
         return self._keys[chat]
 
+    def __iter__(self) -> Iterator[Chat]:
+        return iter(self._chats)
+
     def temperature(self, chat: int) -> float:
         """That of the answer."""
         return self._chats[chat].temperature

@@ -8,7 +8,8 @@ no row of a batch is padding.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +115,7 @@ def _draw(logits: torch.Tensor) -> torch.Tensor:
 class ChatSampler:
     """Chats of a target: answers to `prompts` at both temperatures; then, or without prompts, endless chats whose user turns the target
     writes too, with `answers_only` none. The turns that it writes behind prompts begin like these. max_answer: tokens of an answer.
+    answered: chats of an earlier run, whose prompts are not answered again.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class ChatSampler:
         prompts: list[str] | None = None,
         answers_only: bool = False,
         max_answer: int = 300,
+        answered: Iterable[Chat] = (),
     ) -> None:
         AttentionInterface.register("rootward_slots", _grouped_attention)
         model.config._attn_implementation = "rootward_slots"
@@ -141,7 +144,14 @@ class ChatSampler:
         texts = [tokenizer(text, add_special_tokens=False).input_ids[:MAX_USER_TOKENS] for text in prompts or ()]
         of_prompts = [text[:size] for text in texts for size in OPENING_SIZES if size < len(text)]
         self._openings = [openings, of_prompts or openings]  # each kind equally often
-        self._given = [(text, temperature) for text in texts for temperature in (0.0, 1.0)]
+        done = Counter((*self._user_turn(chat), chat.temperature) for chat in answered)
+        self._given = []
+        for text, temperature in ((text, temperature) for text in texts for temperature in (0.0, 1.0)):
+            key = (*text, temperature)
+            if done[key]:  # a prompt may be given several times
+                done[key] -= 1
+            else:
+                self._given.append((text, temperature))
         self._num_taken, self._answers_only = 0, answers_only
         self._max_length = (
             -(-(len(self._prefix) + MAX_USER_TOKENS + len(self._suffix) + max_answer + 1) // ALIGNED) * ALIGNED
@@ -149,6 +159,11 @@ class ChatSampler:
         parameter = next(model.parameters())
         self._cache = _SlotCache(model.config, num_slots, self._max_length, parameter.device, parameter.dtype)
         self._slots: list[_Slot | None] = [self._begin(position=0) for _ in range(num_slots)]
+
+    def _user_turn(self, chat: Chat) -> list[int]:
+        """Token ids of the user's text."""
+        turn: list[int] = chat.ids[chat.user_start : chat.answer_start - len(self._suffix)].tolist()
+        return turn
 
     @property
     def progress(self) -> float:

@@ -7,6 +7,7 @@ simulated acceptance on chats that training never saw (report). Each phase goes 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import logging
@@ -31,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from rootward import demo
-from rootward.engine.checkpoint import cpu_dtype
+from rootward.engine.checkpoint import cpu_dtype, fingerprint
 from rootward.errors import ConfigurationError, first_line
 from training.budget import Budget, learning_rate
 from training.chat_store import ChatStore, write_chunk
@@ -74,12 +75,13 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The target, frozen, and the layers whose inputs the head reads."""
+    """The target, frozen, and the layers whose inputs the head reads. fingerprint: of its configuration and weights as they are stored."""
 
     model: Any
     tokenizer: Any
     layers: tuple[int, ...]
     device: torch.device
+    fingerprint: str = ""
 
     @torch.no_grad()
     def run(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,6 +209,7 @@ def load_target(args: argparse.Namespace) -> Target:
         raise ConfigurationError(f"target: '{args.target}' has no chat template; name an instruct model, which answers")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigurationError(f"--device: {args.device!r}, but torch finds no CUDA device; use cpu")
+    identity = fingerprint(model)  # before its type is that of the device
     model = model.to(args.device).eval().requires_grad_(False)
     if args.device == "cpu" and cpu_dtype(str(args.target))[0] == "float32":
         model = model.float()
@@ -214,7 +217,7 @@ def load_target(args: argparse.Namespace) -> Target:
     layers = tuple(args.layers or (2, count // 2, count - 3))
     if not all(0 <= layer < count for layer in layers):
         raise ConfigurationError(f"--layers: {' '.join(map(str, layers))}: use numbers from 0 to {count - 1}")
-    return Target(model, tokenizer, layers, torch.device(args.device))
+    return Target(model, tokenizer, layers, torch.device(args.device), identity)
 
 
 def sample(
@@ -223,7 +226,8 @@ def sample(
     """Fill `folder` with chunks of chats until so many tokens are there; without a number, until every prompt is answered."""
     folder.mkdir(parents=True, exist_ok=True)
     finished = folder / "finished"
-    present = ChatStore(folder).num_tokens
+    store = ChatStore(folder)
+    present = store.num_tokens
     if finished.exists() or present >= num_tokens:
         return
     chunks = sorted(folder.glob("*.safetensors"))
@@ -238,12 +242,18 @@ def sample(
         prompts=prompts,
         answers_only=answers_only,
         max_answer=args.answer_tokens,
+        answered=store,
     )
-    progress, budget = Progress(folder.name), Budget(args.sampling_minutes)
+    # Time after the last chunk does not count, as its chats are lost.
+    spent = folder / "seconds"
+    seconds_done = float(spent.read_text(encoding="utf-8")) if spent.exists() else 0.0
+    progress, budget = Progress(folder.name), Budget(args.sampling_minutes, seconds_done=seconds_done)
     waiting: list[Chat] = []
 
     def flush() -> None:
         write_chunk(folder / f"chats-{seed}-{present}.safetensors", waiting)
+        spent.with_suffix(".new").write_text(str(budget.elapsed_s()), encoding="utf-8")
+        spent.with_suffix(".new").replace(spent)
         waiting.clear()
 
     for ended in sampler.chats():
@@ -262,6 +272,25 @@ def sample(
     if answers_only or budget.progress() >= 1:  # otherwise the number of tokens tells; a larger one adds text
         finished.touch()
     progress.close()
+
+
+def check_text(args: argparse.Namespace, target: Target, given: list[str] | None) -> None:
+    """Note what the text of the work folder is made of. ConfigurationError if the text there is of another target or other prompts."""
+    made_of = {
+        "target": target.fingerprint,
+        "prompts": hashlib.sha256(json.dumps(given).encode()).hexdigest() if given else "",
+    }
+    file = args.work / "made_of.json"
+    if not file.exists():
+        args.work.mkdir(parents=True, exist_ok=True)
+        file.with_suffix(".new").write_text(json.dumps(made_of), encoding="utf-8")
+        file.with_suffix(".new").replace(file)
+        return
+    had = json.loads(file.read_text(encoding="utf-8"))
+    for name, flag, value in (("target", "target", args.target), ("prompts", "--prompts", args.prompts)):
+        if had[name] != made_of[name]:
+            fix = f"use those, or another --work than '{args.work}', which has the text"
+            raise ConfigurationError(f"{flag}: '{value}', but the text that is used here was made with others; {fix}")
 
 
 def draft_vocabulary(store: ChatStore, chats: list[int], size: int, vocabulary: int) -> torch.Tensor:
@@ -506,6 +535,7 @@ def run_phases(args: argparse.Namespace) -> None:
     target = load_target(args)
     workers = Workers()
     if workers.rank == 0:
+        check_text(args, target, given)
         sample(target, args.work / "text", args, prompts=given, num_tokens=args.tokens)
         sample(target, args.work / "prompts", args, prompts=demo.chats())
     workers.wait()

@@ -58,6 +58,7 @@ class Audited:
     pending  draws not evaluated yet
     saved    draws of this process that Redis knows of; -1 before the first exchange
     asked    whether Redis was asked what others saw, with or without an answer
+    used_s   when it was last up or asked for here, seconds since 1970
     """
 
     record: Record = field(default_factory=Record)
@@ -67,6 +68,7 @@ class Audited:
     cleared: int = 0
     saved: int = -1
     asked: bool = False
+    used_s: float = 0.0
 
     def to_json(self, now_s: float) -> str:
         """now_s: seconds since 1970."""
@@ -92,6 +94,7 @@ class DrafterAudit:
         self._redis, self._prefix = redis, prefix
         self._worker, self._wall_s = worker, wall_s
         self._drafters: dict[str, Audited] = {}
+        self._num_forgotten = 0
         self._new = asyncio.Event()
         meaning = "Drafters that were caught drawing from another distribution than they declare."
         self._alarms = counter(registry, "drafter_audit_alarms", meaning, "drafter")
@@ -107,7 +110,17 @@ class DrafterAudit:
         if drafter not in self._drafters:
             self._drafters[drafter] = Audited()
             self._new.set()
-        return self._drafters[drafter]
+        audited = self._drafters[drafter]
+        audited.used_s = self._wall_s()
+        return audited
+
+    def _forget(self) -> None:
+        """Drop drafters that are long gone, as Redis does: pods come with new addresses for ever. One that was caught stays so."""
+        oldest_s = self._wall_s() - KEPT_S
+        gone = [name for name, one in self._drafters.items() if one.used_s < oldest_s and not one.caught]
+        for name in gone:
+            del self._drafters[name]
+        self._num_forgotten += len(gone)
 
     def observe(self, drafter: str, draws: Draws) -> None:
         """A round verified these draws of the drafter."""
@@ -136,6 +149,7 @@ class DrafterAudit:
             up = frozenset(drafters())
             for name in up:
                 self._known(name)
+            self._forget()
             for name, audited in list(self._drafters.items()):
                 if audited.pending:
                     self._evaluate(name, audited)
@@ -157,7 +171,9 @@ class DrafterAudit:
         """Raise the alarm once, if the record or another process gives reason. caught_elsewhere: the strategy that raised it there."""
         if audited.caught:
             return
-        audited.caught = caught_elsewhere or audited.record.caught(max(1, len(self._drafters)))
+        # A false alarm is as unlikely whatever the number of drafters that were ever judged.
+        num_judged = len(self._drafters) + self._num_forgotten
+        audited.caught = caught_elsewhere or audited.record.caught(max(1, num_judged))
         if not audited.caught:
             return
         self._alarms.labels(name).inc()
@@ -180,7 +196,7 @@ class DrafterAudit:
                 if audited.saved < 0:
                     audited.cleared = cleared
                 elif cleared > audited.cleared:
-                    self._drafters[name] = audited = Audited(cleared=cleared)
+                    self._drafters[name] = audited = Audited(cleared=cleared, used_s=audited.used_s)
                     draws = 0
                     log.warning("drafter_cleared", drafter=name)
                 if draws or audited.caught:

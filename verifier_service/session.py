@@ -248,7 +248,7 @@ class Session:
     def salt(self) -> str:
         """Of its cached prefixes. Log-probabilities of a prompt need its forward, so such a text begins like no other."""
         own = str(self.number) if self.request.prompt_logprobs is not None else ""
-        return repr((self.tenant, self.request.cache_salt, own)) if own or self.request.cache_salt else self.tenant
+        return repr((self.tenant, self.request.cache_salt, own))  # always: a tenant may be called like such a text
 
     @property
     def shared(self) -> bool:

@@ -224,6 +224,7 @@ def redis() -> Schema:
         maxmemory=text(
             "`single`: Redis refuses writes beyond it; keep it below the memory limit, or the kernel ends Redis first.",
             "192mb",
+            pattern="^[0-9]+([kKmMgG]?[bB]?)$",
         ),
         external=group(
             "`external`: where it is.",

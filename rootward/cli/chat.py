@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Iterator
 from typing import Annotated
@@ -23,7 +24,7 @@ from rootward.cli.options import (
 )
 from rootward.cli.output import key_values, legend, print_delta, stats_table
 from rootward.client import Client, GenerationResult, RequestOptions, SamplingParams
-from rootward.errors import APIStatusError
+from rootward.errors import APIConnectionError, APIStatusError, StreamInterruptedError
 
 COMMANDS = {
     "/stats": "counts and times of the last answer",
@@ -89,7 +90,7 @@ def chat(
 ) -> None:
     """Talk to the model: accepted draft tokens in green, bonus tokens in yellow. /help lists the commands.
 
-    Ctrl-C ends an answer, Ctrl-D the conversation. Lines may also come from a pipe.
+    Ctrl-C ends an answer, Ctrl-D the conversation. Lines may also come from a pipe; then a lost connection ends it.
     """
     sampling = SamplingParams(
         temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed, stop=tuple(stop or ())
@@ -108,7 +109,11 @@ def chat(
             try:
                 talk.answer(line, console)
             except APIStatusError as error:  # a refusal does not end the conversation
-                notes.print(f"[red]{error}[/red]")
+                notes.print(str(error), style="red", markup=False)
+            except (APIConnectionError, StreamInterruptedError) as error:
+                if not sys.stdin.isatty():  # nobody is there who would ask again
+                    raise
+                notes.print(f"{error}; the question is taken back, ask it again", style="red", markup=False)
 
 
 def _lines(console: Console) -> Iterator[str]:

@@ -46,6 +46,15 @@ def doctor(
     """
     if redis_url and not gateway:
         raise ConfigurationError("--redis-url: names the Redis of a system; give its --gateway too")
+    files = {"--tls-authority": tls_authority, "--tls-certificate": tls_certificate, "--tls-key": tls_key}
+    given = [flag for flag, file in files.items() if file is not None]
+    if given and not gateway:
+        raise ConfigurationError(f"{given[0]}: is for the certificates of a system; give its --gateway too")
+    if given not in ([], ["--tls-authority"], list(files)):
+        missing = " and ".join(flag for flag in files if flag not in given)
+        raise ConfigurationError(
+            f"{given[-1]}: is not used without {missing}; give all three files, or the authority alone"
+        )
     found = machine.judge(machine.look())
     if gateway:
         access = system.Access(gateway, api_key, redis_url, tls_authority, tls_certificate, tls_key)

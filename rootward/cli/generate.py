@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -49,7 +50,7 @@ def generate(
     stop: Stop = None,
     min_tokens: Annotated[int, typer.Option(help="Minimum number of tokens before the text may end.")] = 0,
     json_schema: Annotated[
-        typer.FileText | None,
+        Path | None,
         typer.Option(help="File with a JSON schema that the text must follow; - reads standard input."),
     ] = None,
     regex: Annotated[str | None, typer.Option(help="Regular expression that the whole text must match.")] = None,
@@ -71,6 +72,11 @@ def generate(
     """
     if logprobs is not None and output is OutputFormat.text:
         raise typer.BadParameter("needs --output json", param_hint="--logprobs")
+    schema = None if json_schema is None else str(json_schema)
+    if prompt == schema == "-":
+        raise typer.BadParameter(
+            "- is standard input, which is the prompt already; name a file", param_hint="--json-schema"
+        )
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = SamplingParams(
         temperature=temperature,
@@ -84,7 +90,7 @@ def generate(
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         min_tokens=min_tokens,
-        json_schema=json_schema.read() if json_schema else None,
+        json_schema=_read(schema) if schema else None,
         regex=regex,
         logprobs=logprobs,
     )
@@ -108,3 +114,13 @@ def generate(
         if console.is_terminal:
             notes.print(legend())
         notes.print(stats_table(result))
+
+
+def _read(name: str) -> str:
+    """The text of a file. ValueError, naming the option, if it is none."""
+    if name == "-":
+        return sys.stdin.read()
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--json-schema: '{name}' cannot be read ({error}); name a file of UTF-8 text") from error

@@ -25,6 +25,7 @@ INTERRUPTED = 130
 AWAY = (
     errors.APIConnectionError,
     errors.UnavailableError,
+    errors.DeadlineExceededError,
     errors.RateLimitError,
     errors.StreamInterruptedError,
 )

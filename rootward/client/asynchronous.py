@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any, Self, TypeGuard, Unpack, cast
 
 import grpc
+from google.protobuf.message import Message
 
-from rootward.client.codec import LOAD, SERVER_INFO, Received, event_from_pb, request_to_pb
+from rootward.client.codec import LOAD, SERVER_INFO, Received, event_from_pb, request_to_pb, set_field
 from rootward.client.connection import ApiKey, Connection, Retries
 from rootward.client.types import (
     GenerationResult,
@@ -105,31 +106,34 @@ class AsyncClient:
             raise ValueError(f"at_once: {at_once} is below 1; use at least 1")
         if options.get("request_id"):
             raise ValueError(f"request_id: {options['request_id']!r} is of one request; leave it out")
-        gate = asyncio.Semaphore(at_once)
+        results: dict[int, GenerationResult] = {}
+        left = iter(enumerate(prompts))
 
-        async def one(prompt: Prompt | Messages) -> GenerationResult:
-            async with gate:
+        async def work() -> None:
+            for i, prompt in left:
                 if _is_chat(prompt):
                     chat: RequestOptions = {**options, "messages": prompt}
-                    return await self.generate(**chat)
-                return await self.generate(cast(Prompt, prompt), **options)
+                    results[i] = await self.generate(**chat)
+                else:
+                    results[i] = await self.generate(cast(Prompt, prompt), **options)
 
-        tasks = [asyncio.create_task(one(prompt)) for prompt in prompts]
+        tasks = [asyncio.create_task(work()) for _ in range(min(at_once, len(prompts)))]
         try:
-            return await asyncio.gather(*tasks)
+            await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
+        return [results[i] for i in range(len(prompts))]
 
     async def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool | None = None) -> tuple[int, ...]:
         """Token ids of a text. add_special_tokens: None as the server does for prompts."""
-        request = generate_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
+        request = generate_pb2.TokenizeRequest()
+        _set_fields(request, model=model, text=text, add_special_tokens=add_special_tokens)
         return tuple((await self._call(self._inference().Tokenize, request)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
-        request = generate_pb2.DetokenizeRequest(
-            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
-        )
+        request = generate_pb2.DetokenizeRequest()
+        _set_fields(request, model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return str((await self._call(self._inference().Detokenize, request)).text)
 
     async def server_info(self) -> ServerInfo:
@@ -162,15 +166,20 @@ class AsyncClient:
 
     async def abort(self, request_ids: str | Sequence[str]) -> tuple[str, ...]:
         """End generations; returns the ids that were running."""
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        return tuple((await self._call(self._control().Abort, control_pb2.AbortRequest(request_ids=ids))).aborted)
+        request = control_pb2.AbortRequest()
+        _set_fields(request, request_ids=[request_ids] if isinstance(request_ids, str) else request_ids)
+        return tuple((await self._call(self._control().Abort, request)).aborted)
 
     async def drain(self, *, timeout_s: float = 0.0) -> int:
         """Have the gateway refuse new requests, let running ones end, and end itself; returns how many are running. Does not wait.
 
         timeout_s: running requests are ended after this time (0: the gateway's `shutdown_timeout_s`); clients resume them elsewhere.
-        Where the gateway has keys this needs one with the scope "admin". ValueError if the target names several gateways.
+        Where the gateway has keys this needs one with the scope "admin". ValueError if the target names several gateways, and for a time
+        below 0 or of more than a year.
         """
+        if not 0 <= timeout_s <= LONGEST_TIMEOUT_S:
+            fix = f"use seconds from 0 to {LONGEST_TIMEOUT_S:.0f}"
+            raise ValueError(f"timeout_s: {timeout_s} is no time to wait; {fix}")
         if len(self._connection.addresses) > 1:
             several = ", ".join(self._connection.addresses)
             raise ValueError(f"target: {several} are several gateways; drain each with a client of its own")
@@ -299,6 +308,13 @@ def _checked(timeout: float) -> float:
     if not 0 < timeout <= LONGEST_TIMEOUT_S:
         raise ValueError(f"timeout: {timeout} is no time to wait; use seconds above 0, at most {LONGEST_TIMEOUT_S:.0f}")
     return timeout
+
+
+def _set_fields(message: Message, **values: object) -> None:
+    """Set fields of a request. None leaves one unset. ValueError, naming the field, for a value that it cannot hold."""
+    for name, value in values.items():
+        if value is not None:
+            set_field(message, name, value)
 
 
 def _is_chat(prompt: Prompt | Messages) -> TypeGuard[Messages]:

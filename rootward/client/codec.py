@@ -69,17 +69,18 @@ def request_to_pb(
     """The request of `stream`. ValueError for a value that the message cannot hold; the server checks ranges."""
     if (prompt is None) == (messages is None):
         raise TypeError("give either prompt or messages")
-    message = generate_pb2.GenerateRequest(
-        request_id=request_id or uuid.uuid4().hex, model=model, session_id=session_id
-    )
+    message = generate_pb2.GenerateRequest()
+    set_field(message, "request_id", request_id or uuid.uuid4().hex)
+    set_field(message, "model", model)
+    set_field(message, "session_id", session_id)
     if isinstance(prompt, str):
         message.text = prompt
     elif prompt is not None:
-        _set(message.token_ids, "ids", prompt, label="prompt")
+        set_field(message.token_ids, "ids", prompt, label="prompt")
     else:
         message.chat.CopyFrom(_chat_to_pb(messages or ()))
-    _set(message, "priority", priority)
-    _set(message.cache, "cache_salt", cache_salt)
+    set_field(message, "priority", priority)
+    set_field(message.cache, "cache_salt", cache_salt)
     if sampling is not None:
         _set_sampling(message, sampling)
     if not isinstance(speculation, Speculation):
@@ -197,7 +198,7 @@ def _chat_to_pb(messages: Messages) -> generate_pb2.ChatPrompt:
         fields["content"] = _text_of(message.get("content"), f"{at}.content")
         target = chat.messages.add()
         for key, value in fields.items():
-            _set(target, key, value, label=f"{at}.{key}")
+            set_field(target, key, value, label=f"{at}.{key}")
     return chat
 
 
@@ -234,10 +235,10 @@ def _set_fields(message: Message, values: object, prefix: str = "") -> None:
     for name in message.DESCRIPTOR.fields_by_name:
         value = getattr(values, name, None)
         if value is not None:
-            _set(message, name, value, label=prefix + name)
+            set_field(message, name, value, label=prefix + name)
 
 
-def _set(message: Message, name: str, value: Any, label: str = "") -> None:
+def set_field(message: Message, name: str, value: Any, label: str = "") -> None:
     """Set a field. ValueError with the label of the field, which protobuf's own errors do not name."""
     field = message.DESCRIPTOR.fields_by_name[name]
     label = label or name

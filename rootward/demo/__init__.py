@@ -50,7 +50,8 @@ def chats() -> list[str]:
 def read_prompts(path: Path) -> list[str]:
     """One prompt a line: JSON objects with `text`, or plain text. ConfigurationError if there is none."""
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        # Not `splitlines`: JSON may contain characters as U+2028 that it takes for ends of lines.
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--prompts: {str(path)!r} cannot be read ({error}); give one prompt a line") from None
     if not lines:

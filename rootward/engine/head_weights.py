@@ -20,6 +20,7 @@ from torch.nn import functional
 from rootward.engine.atoms import reduced, reduced_part
 from rootward.engine.cpu_kernels import SERVED
 from rootward.engine.layers import Linear, Norm, Rotations
+from rootward.engine.model import DEFAULT_MAX_LEN, context_of
 from rootward.errors import ConfigurationError
 from rootward.ports import Reduction
 
@@ -93,7 +94,7 @@ class HeadWeights:
         self.has_kernels = self.device.type == "cpu" and self.dtype in SERVED
         self._config = network.config.get_text_config()
         self.num_target_layers = int(self._config.num_hidden_layers)
-        self.context = int(getattr(self._config, "max_position_embeddings", 0) or 8192)
+        self.context = context_of(self._config) or DEFAULT_MAX_LEN
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors

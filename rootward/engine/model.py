@@ -139,7 +139,7 @@ def describe(network: Any, name: str, tokenizer: Any, max_len: int | None) -> Mo
     return ModelInfo(
         name=name,
         vocab_size=vocab_size,
-        max_positions=min(_context_of(network.config.get_text_config()) or longest, longest),
+        max_positions=min(context_of(network.config.get_text_config()) or longest, longest),
         # Configurations of cut-down models name tokens that the model has no more: it can never emit them.
         eos_ids=tuple(i for i in _eos_ids(network) if 0 <= i < vocab_size),
         tokenizer_hash="" if tokenizer is None else content_hash(tokenizer),
@@ -161,7 +161,7 @@ def _sample(network: Any) -> torch.Tensor:
     return logits
 
 
-def _context_of(config: Any) -> int | None:
+def context_of(config: Any) -> int | None:
     """Context length of the network; None if its configuration does not give one."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(config, name, None)

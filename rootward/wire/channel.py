@@ -16,6 +16,7 @@ M = TypeVar("M", bound=Message)
 Options = list[tuple[str, str | int]]
 
 MIB = 1 << 20
+MAX_ITEM_BYTES = 63 * MIB  # of one item, which is never divided, so that its message stays within the limits of a hop
 FRAME_BYTES = MIB  # of one message of a stream of frames, unless one item alone is larger
 MOST_PINGS = 100  # pings in a row that come too early; more end the connection
 

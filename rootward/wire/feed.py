@@ -18,6 +18,7 @@ from itertools import chain, count
 from rootward.core.requests import Committed
 from rootward.errors import IncompatiblePair, InvalidRequest, ServiceError, Unavailable
 from rootward.v1 import verifier_pb2
+from rootward.wire import channel
 from rootward.wire.channel import split_message
 from rootward.wire.verifier_codec import committed_from_pb, committed_to_pb
 
@@ -70,10 +71,17 @@ class Feed:
         self._ended = False
 
     def put(self, number: int, run: Committed) -> None:
-        """Add a run to the next message. Unavailable once the feed has no reader."""
+        """Add a run to the next message. Unavailable once the feed has no reader, InvalidRequest for one that no message can carry, since
+        that would end the feed for all generations."""
         if self._ended:
             raise Unavailable("the feed has ended")
-        self._pending.entries.add(number=number, run=committed_to_pb(run))
+        message = committed_to_pb(run)
+        if run.prefilled is not None and (num_bytes := message.ByteSize()) > channel.MAX_ITEM_BYTES:
+            told = run.prefilled.logprobs
+            size = f"per token take {num_bytes} bytes for {len(told)} tokens, more than {channel.MAX_ITEM_BYTES}"
+            fix = f"{size}; ask for fewer, or send a shorter prompt"
+            raise InvalidRequest("prompt_logprobs", len(told[0].top) if told else 0, fix)
+        self._pending.entries.add(number=number, run=message)
         self._changed.set()
 
     def end(self) -> None:

@@ -42,7 +42,9 @@ class RpcServer:
         checks: tuple[Check, ...] = (),
         in_flight: BytesInFlight | None = None,
         grace_s: float = 5.0,
+        setting: str = "listen",
     ) -> None:
+        """setting: the one that has the address, for errors."""
         self._checks = (*checks, peers_only(tls.peers)) if tls and tls.peers else checks
         # For servicers to add to when they register: prefix of a method's path -> most bytes of its request message.
         self.limits = {HEALTH: SMALL_BYTES}
@@ -54,6 +56,7 @@ class RpcServer:
         self.services: list[str] = []
         self._tls = tls
         self._grace_s = grace_s
+        self._setting = setting
         self._health = health_module.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
 
@@ -84,6 +87,11 @@ class RpcServer:
         await self.stop(0 if kind else None)
 
     def _bind(self) -> int:
+        host, colon, given = self.address.rpartition(":")
+        if not colon or not (given.isdecimal() or host == "unix"):
+            raise ConfigurationError(
+                f"{self._setting}: {self.address!r} is no address; write host:port, port 0 takes a free one"
+            )
         try:
             if self._tls is None:
                 port = self.grpc.add_insecure_port(self.address)
@@ -93,6 +101,6 @@ class RpcServer:
             port = 0
         if not port:
             raise ConfigurationError(
-                f"address: {self.address!r} is in use or cannot be bound; choose another address or stop its owner"
+                f"{self._setting}: {self.address!r} is in use or cannot be bound; choose another address or stop its owner"
             )
         return port

@@ -34,6 +34,15 @@ def test_containers_are_confined(role):
     assert service["user"] == "10001:10001"
 
 
+def test_ports_without_keys_are_those_of_this_machine_alone():
+    words = COMPOSE["gateway"]["command"]
+    for flag in ("--listen", "--http-listen"):
+        port = words[words.index(flag) + 1].rpartition(":")[2]
+        assert f"127.0.0.1:{port}:{port}" in COMPOSE["gateway"]["ports"]
+    published = [port for service in COMPOSE.values() for port in service.get("ports", ())]
+    assert "--api-keys" in words or all(port.startswith("127.0.0.1:") for port in published)
+
+
 def test_the_image_runs_as_the_pods_do():
     text = (ROOT / "deploy" / "docker" / "Dockerfile").read_text(encoding="utf-8")
     assert "USER 10001:10001" in text

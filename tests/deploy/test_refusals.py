@@ -23,6 +23,7 @@ BY_SCHEMA = {
     "a pool name that no object could have": ("drafter: {pools: {L4_pool: {}}}", "drafter", "L4_pool"),
     "a verifier that has no port": ("discovery: {verifiers: ['redis:x']}", "verifiers"),
     "a drafter without its pool": ("discovery: {drafters: ['host:7002']}", "drafters"),
+    "a size that Redis does not know": ("redis: {maxmemory: 10tb}", "redis", "maxmemory"),
     "a password in values": (
         "redis: {mode: external, external: {url: 'redis://user:pw@host:6379/0'}}",
         "external",

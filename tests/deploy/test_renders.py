@@ -46,6 +46,33 @@ def test_renders_to_what_was_reviewed(helm, name):
     assert text == path.read_text(encoding="utf-8"), f"{name}: review it, then UPDATE_GOLDEN=1"
 
 
+class Strict(yaml.CSafeLoader):
+    """Refuses a key that stands twice in a mapping, as the API server does."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        assert len(keys) == len(set(keys)), (
+            f"{sorted(keys, key=keys.count)[-1]} stands twice, line {node.start_mark.line}"
+        )
+        return super().construct_mapping(node, deep)
+
+
+def test_annotations_of_pods_are_one_mapping_with_those_of_the_chart(helm):
+    own = ("kubectl.kubernetes.io/default-container", "checksum/settings", "rootward.dev/model", "helm.sh/hook")
+    annotations = json.dumps({"podAnnotations": dict.fromkeys((*own, "mine"), "x")})
+    parts = {name: f"{name}: {annotations}" for name in ("gateway", "verifier", "redis", "tests")}
+    done = helm.template("\n".join([*parts.values(), f"drafter: {{defaults: {annotations}}}"]))
+    assert done.returncode == 0, done.stderr
+    objects = [found for found in yaml.load_all(done.stdout, Loader=Strict) if found]
+    pods = [o["spec"]["template"]["metadata"] for o in objects if "template" in o.get("spec", {})]
+    pods += [o["metadata"] for o in objects if o["kind"] == "Pod"]
+    assert len(pods) == 5
+    assert all(pod["annotations"]["mine"] == "x" for pod in pods)
+    services = [p for p in pods if p["labels"]["app.kubernetes.io/component"] in ("gateway", "verifier", "drafter")]
+    assert len(services) == 3
+    assert all(pod["annotations"]["checksum/settings"] != "x" for pod in services)
+
+
 def test_every_golden_has_its_values():
     assert sorted(path.stem for path in GOLDEN.glob("*.yaml")) == VALUE_SETS
 

@@ -84,6 +84,17 @@ async def test_generate_passes_processors_and_forms(capsys, tmp_path):
         assert second.structure == Structure(Form.JSON_SCHEMA, '{"type": "object"}')
 
 
+async def test_a_schema_may_come_from_standard_input(monkeypatch, tmp_path, capsys):
+    verifier = SpellingVerifier()
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"type": "array"}'))
+    async with grpc_serving(verifier) as (_, address):
+        assert await run("generate", "a", "--url", address, "--json-schema", "-") == 0
+        assert verifier.requests[0].structure == Structure(Form.JSON_SCHEMA, '{"type": "array"}')
+        (tmp_path / "latin").write_bytes(b"\xe9")
+        assert await run("generate", "a", "--url", address, "--json-schema", tmp_path / "latin") == 2
+        assert "--json-schema: '" in capsys.readouterr().err
+
+
 async def test_status(capsys):
     verifier = SpellingVerifier()
     async with grpc_serving(verifier) as (_, address):
@@ -166,6 +177,7 @@ async def test_a_prompt_longer_than_the_context(capsys):
         (["generate", "x", "--temperature", "hot"], 2, "--temperature"),
         (["generate", "x", "--logprobs", "2"], 2, "--output json"),
         (["generate", "x", "--json-schema", "/nowhere"], 2, "/nowhere"),
+        (["generate", "-", "--json-schema", "-"], 2, "--json-schema: - is standard input, which is the prompt already"),
         (["generate", "x", "--url", "http://h:1"], 2, "target: 'http://h:1' has scheme 'http'"),
         (["generate", "x", "--url", "127.0.0.1:1", "--timeout", "5"], 4, "url: no answer from the server"),
         (["status", "--url", "127.0.0.1:1"], 4, "rootward serve all"),
@@ -176,6 +188,13 @@ async def test_a_prompt_longer_than_the_context(capsys):
             2,
             "--tls-authority: '/nowhere'",
         ),
+        (["doctor", "--gateway", "127.0.0.1:1", "--tls-certificate", "/x"], 2, "without --tls-authority and --tls-key"),
+        (
+            ["doctor", "--gateway", "127.0.0.1:1", "--tls-authority", "/x", "--tls-key", "/y"],
+            2,
+            "without --tls-certificate",
+        ),
+        (["doctor", "--tls-certificate", "/x"], 2, "--tls-certificate: is for the certificates of a system"),
         (["check-pair", "/nowhere", "/nowhere"], 2, "no folder at '/nowhere'"),
     ],
 )
@@ -271,6 +290,7 @@ def test_exit_codes():
     assert exit_code(errors.ConfigurationError("x", exit_code=3)) == 3
     assert exit_code(errors.UnavailableError("x")) == 4
     assert exit_code(errors.APITimeoutError("x")) == 4
+    assert exit_code(errors.DeadlineExceededError("x")) == 4
     assert exit_code(errors.BadRequestError("x")) == 2
     assert exit_code(errors.InternalServerError("x")) == 1
 

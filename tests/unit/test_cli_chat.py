@@ -7,7 +7,9 @@ from unit.gateway.service_for_tests import IDS, TEXT, at_rest, grpc_serving
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
+from rootward.cli.chat import Conversation
 from rootward.cli.main import main
+from rootward.errors import APIConnectionError, StreamInterruptedError
 
 
 @pytest.fixture
@@ -55,6 +57,30 @@ async def test_a_refusal_does_not_end_it(talk):
     assert "chat template" in err
     assert "nothing was answered yet" in err
     assert "/what: unknown" in err
+
+
+async def test_a_lost_connection_does_not_end_it_on_a_terminal(template, talk, monkeypatch):
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    answer, lost = Conversation.answer, [APIConnectionError("no answer"), StreamInterruptedError("it broke", None)]
+
+    def losing(self, text, console):
+        if lost:
+            raise lost.pop()
+        answer(self, text, console)
+
+    monkeypatch.setattr(Conversation, "answer", losing)
+    prompts, out, err = await talk(SpellingVerifier(), ["one", "two", "three"])
+    assert prompts == ["u:three;"]
+    assert TEXT in out
+    assert "it broke; the question is taken back" in err
+    assert "no answer; the question is taken back" in err
+
+
+def test_a_lost_connection_ends_it_in_a_pipe(monkeypatch, capsys):
+    lines = iter(["one", "two"])
+    monkeypatch.setattr("builtins.input", lambda prompt="": _next(lines))
+    assert main(["chat", "--url", "127.0.0.1:1", "--timeout", "0.2"]) == 4
+    assert next(lines) == "two"
 
 
 async def test_an_answer_in_full(template, talk):

@@ -102,6 +102,48 @@ async def test_many_prompts_none_at_once_are_refused(at_once):
             await client.generate_many(["a"], at_once=at_once)
 
 
+async def test_many_prompts_need_no_more_tasks_than_run_at_once(monkeypatch):
+    most = running = 0
+
+    async def generate(self, prompt, **options):
+        nonlocal most, running
+        running += 1
+        most = max(most, len(asyncio.all_tasks()) - before)
+        assert running <= 3
+        await asyncio.sleep(0)
+        running -= 1
+        return prompt
+
+    monkeypatch.setattr(AsyncClient, "generate", generate)
+    prompts = [f"{i}" for i in range(50)]
+    async with AsyncClient("127.0.0.1:1") as client:
+        before = len(asyncio.all_tasks())
+        assert await client.generate_many(prompts, at_once=3) == prompts
+    assert most == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda c: c.tokenize(5), "text: 5 is out of range or of the wrong type"),
+        (lambda c: c.tokenize("a", model=5), "model: 5 "),
+        (lambda c: c.detokenize([-1]), r"token_ids: \[-1\] "),
+        (lambda c: c.detokenize(5), "token_ids: 5 "),
+        (lambda c: c.abort([5]), r"request_ids: \[5\] "),
+        (lambda c: c.abort(5), "request_ids: 5 "),
+        (lambda c: c.generate("a", model=5), "model: 5 "),
+        (lambda c: c.generate("a", session_id=5), "session_id: 5 "),
+        (lambda c: c.generate("a", request_id=5), "request_id: 5 "),
+        (lambda c: c.drain(timeout_s=float("nan")), "timeout_s: nan is no time to wait"),
+        (lambda c: c.drain(timeout_s=-1), "timeout_s: -1 is no time to wait"),
+    ],
+)
+async def test_arguments_that_no_message_can_hold_are_named(call, words):
+    async with AsyncClient("127.0.0.1:1", max_retries=0) as client:
+        with pytest.raises(ValueError, match=words):
+            await call(client)
+
+
 def test_text_parts_of_a_message_are_joined():
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     chat = request_to_pb(messages=[{"role": "user", "content": parts, "name": "ada"}]).chat

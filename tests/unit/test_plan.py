@@ -282,11 +282,11 @@ def test_heads_are_distinguished_from_models() -> None:
 
 def test_prompts_are_lines_or_json_lines(tmp_path) -> None:
     plain, lines, wrong = tmp_path / "a.txt", tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    plain.write_text("one\n\ntwo\n")
-    lines.write_text('{"text": "one"}\n')
+    plain.write_bytes(b"one\r\n\ntwo\n")
+    lines.write_text('{"text": "one\u2028\x85two"}\n{"text": "three"}\n', encoding="utf-8")
     wrong.write_text("{}\n")
     assert read_prompts(plain) == ["one", "two"]
-    assert read_prompts(lines) == ["one"]
+    assert read_prompts(lines) == ["one\u2028\x85two", "three"]
     with pytest.raises(ConfigurationError, match="no object with `text`"):
         read_prompts(wrong)
 

@@ -203,6 +203,68 @@ def test_a_run_goes_on_only_with_a_head_of_the_same_form(
     assert "--draft-vocabulary: 32, but the run that goes on here has 64" in capsys.readouterr().err
 
 
+def text_of(folder: Path) -> list[str]:
+    from training.chat_store import ChatStore
+
+    return sorted(f"{chat.temperature} {chat.ids[: chat.answer_start].tolist()}" for chat in ChatStore(folder)._chats)
+
+
+def test_a_sampling_phase_that_was_interrupted_answers_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = pytest.importorskip("training.train_draft")
+    monkeypatch.setattr(module, "CHUNK_TOKENS", 1)
+    write, written, budgets = module.write_chunk, [], []
+
+    def write_some(path: Path, chats: list) -> None:
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        written.append(len(chats))
+        write(path, chats)
+
+    class Budget(module.Budget):
+        def __init__(self, *args: float, **options: float) -> None:
+            super().__init__(*args, **options)
+            budgets.append(options.get("seconds_done", 0.0))
+
+    flags = module.arguments([TARGET, "--out", str(tmp_path), *SMALL, "--sampling-minutes", "60"])
+    target = module.load_target(flags)
+    prompts = ["What is a tree?", "Hi", "What is a root?", "Hi"]
+    module.sample(target, tmp_path / "whole", flags, prompts=prompts)
+    monkeypatch.setattr(module, "Budget", Budget)
+    monkeypatch.setattr(module, "write_chunk", write_some)
+    with pytest.raises(KeyboardInterrupt):
+        module.sample(target, tmp_path / "cut", flags, prompts=prompts)
+    monkeypatch.setattr(module, "write_chunk", write)
+    assert len(text_of(tmp_path / "cut")) == sum(written)
+    module.sample(target, tmp_path / "cut", flags, prompts=prompts)
+    assert text_of(tmp_path / "cut") == text_of(tmp_path / "whole")
+    assert len(text_of(tmp_path / "cut")) == 2 * len(prompts)
+    assert budgets[0] == 0
+    assert budgets[1] > 0
+
+
+def test_a_work_folder_of_another_target_or_other_prompts_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"text": "What is a tree?"}\n')
+    flags = ["--out", str(tmp_path / "head"), *SMALL, "--draft-vocabulary", "64"]
+    assert run(monkeypatch, TARGET, *flags, "--prompts", str(prompts)) == 0
+    shutil.copytree(TARGET, tmp_path / "moved")
+    assert run(monkeypatch, str(tmp_path / "moved"), *flags, "--prompts", str(prompts)) == 0
+    capsys.readouterr()
+    prompts.write_text('{"text": "What is a root?"}\n')
+    assert run(monkeypatch, TARGET, *flags, "--prompts", str(prompts)) == 2
+    assert f"--prompts: '{prompts}', but the text that is used here" in capsys.readouterr().err
+    prompts.write_text('{"text": "What is a tree?"}\n')
+    config = json.loads((tmp_path / "moved" / "config.json").read_text(encoding="utf-8"))
+    config["rms_norm_eps"] *= 2
+    (tmp_path / "moved" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert run(monkeypatch, str(tmp_path / "moved"), *flags, "--prompts", str(prompts)) == 2
+    assert "moved', but the text that is used here" in capsys.readouterr().err
+
+
 def test_a_text_without_held_out_chats_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a small one none may be: that must not end training at its first checkpoint."""
     module = pytest.importorskip("training.train_draft")

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.heads import eagle1, eagle3
 from torch.nn.functional import linear, silu
+from transformers import PretrainedConfig
 from unit.engine import networks
 
 from rootward.core.requests import Sampling
@@ -35,6 +36,17 @@ def a_target() -> Any:
 
 def a_model(**kwargs: Any) -> HuggingFaceModel:
     return HuggingFaceModel(a_target(), name="target", max_slots=2, max_len=64, **kwargs)
+
+
+@pytest.mark.parametrize("field", ["max_position_embeddings", "n_positions", "max_seq_len", None])
+def test_a_head_has_places_for_the_whole_context_of_the_target(field: str | None) -> None:
+    class Network:
+        config = PretrainedConfig(num_hidden_layers=2, **({field: 32768} if field else {}))
+
+        def get_input_embeddings(self) -> torch.nn.Embedding:
+            return torch.nn.Embedding(4, 2)
+
+    assert head_weights.HeadWeights({}, Network()).context == (32768 if field else 8192)
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:

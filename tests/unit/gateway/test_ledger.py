@@ -247,7 +247,10 @@ def test_long_prompts_have_few_keys_of_fixed_lengths():
     keys = prefix_keys("m", VerifierRequest("r", tuple(range(5_000))))
     assert len(keys) == len(prefix_lengths(5_000))
     assert prefix_keys("m", VerifierRequest("r", tuple(range(700)))) == keys[: len(prefix_lengths(700))]
-    assert not set(keys) & set(prefix_keys("m", VerifierRequest("r", tuple(range(5_000)), cache_salt="s")))
+    salted = prefix_keys("m", VerifierRequest("r", tuple(range(5_000)), tenant="a", cache_salt="s"))
+    assert not set(keys) & set(salted)
+    named = VerifierRequest("r", tuple(range(5_000)), tenant=repr(("a", "s")))
+    assert not set(salted) & set(prefix_keys("m", named))
 
 
 async def test_hints_do_not_pile_up_while_the_store_is_gone():

@@ -46,6 +46,15 @@ async def test_bad_requests_are_named_and_reach_no_verifier(request_, kind, word
         await at_rest(service, verifier)
 
 
+def test_prompt_logprobs_that_no_message_can_carry_are_refused():
+    model = replace(MODEL, max_positions=1 << 20)
+    prompt = (5,) * 500_000
+    wanted = GenerateRequest(prompt, max_tokens=1, prompt_logprobs=20)
+    with pytest.raises(InvalidRequest, match="prompt_logprobs: 20 per token are too many for an answer on 499999"):
+        make_plan(wanted, prompt, model)
+    assert make_plan(replace(wanted, prompt_logprobs=1), prompt, model).first.prompt_logprobs == 1
+
+
 async def test_an_empty_prompt_is_the_beginning_token():
     verifier = SpellingVerifier()
     async with serving(verifier) as service:

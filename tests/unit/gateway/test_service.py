@@ -11,6 +11,7 @@ from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, ids_of, 
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier, older_epoch
 
+from gateway import router
 from gateway.detokenizer import text_of
 from gateway.http_errors import http_error
 from gateway.requests import GenerateRequest
@@ -85,6 +86,146 @@ async def test_one_verifier_that_restarts_is_waited_for():
         assert (
             generated.ending.stats.num_accepted_draft_tokens == 2 + 4
         )  # as the committed tokens tell: the end token is not among them
+
+
+class Hanging(SpellingVerifier):
+    """Answers nothing from its second run on, until it may go on."""
+
+    def __init__(self, **options):
+        super().__init__(run=2, **options)
+        self.hangs, self.go_on, self.num_polls = False, asyncio.Event(), 0
+
+    async def get_info(self):
+        self.num_polls += 1
+        if self.hangs:
+            await self.go_on.wait()
+        return await super().get_info()
+
+    async def _runs(self, request):
+        num_runs = 0
+        async for run in super()._runs(request):
+            yield run
+            num_runs += 1
+            if num_runs == 2:
+                self.hangs = True
+                await self.go_on.wait()
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(router, "POLL_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(router, "SILENT_S", 0.05)
+
+
+async def test_a_verifier_that_hangs_loses_its_streams(impatient):
+    hanging, other = Hanging(), SpellingVerifier(up=False)
+    async with serving(hanging, other) as service, asyncio.timeout(10):
+        running = asyncio.create_task(collect(service, GenerateRequest("a")))
+        await until(lambda: hanging.hangs)
+        other.up = True
+        assert (await running).text == TEXT
+        assert [r.epoch for r in (*hanging.requests, *other.requests)] == [1, 2]
+        assert other.requests[0].committed == IDS[:4]
+        hanging.go_on.set()
+        await at_rest(service, hanging, other)
+
+
+async def test_a_verifier_that_hangs_keeps_its_streams_while_no_other_is_ready(impatient):
+    hanging = Hanging()
+    async with serving(hanging) as service, asyncio.timeout(10):
+        running = asyncio.create_task(collect(service, GenerateRequest("a")))
+        await until(lambda: hanging.hangs)
+        upstream = next(iter(service.upstreams))
+        failed_polls = hanging.num_polls + 6
+        await until(lambda: hanging.num_polls > failed_polls)
+        assert not upstream.ready
+        hanging.hangs = False
+        hanging.go_on.set()
+        assert (await running).text == TEXT
+        assert len(hanging.requests) == 1
+        await at_rest(service, hanging)
+
+
+async def test_a_verifier_that_answers_no_polls_but_goes_on_keeps_its_streams(impatient):
+    busy, other = SpellingVerifier(run=1, delay_s=0.02), SpellingVerifier(up=False)
+    polls = 0
+
+    async def answers_nothing():
+        nonlocal polls
+        polls += 1
+        raise Unavailable("busy")
+
+    async with serving(busy, other) as service, asyncio.timeout(10):
+        router.SILENT_S = 5.0  # well above the pauses between its tokens
+        upstream = next(iter(service.upstreams))
+        running = asyncio.create_task(collect(service, GenerateRequest("a")))
+        await until(lambda: busy.running)
+        busy.get_info, other.up = answers_nothing, True
+        await until(lambda: polls > 1)
+        upstream.failing_since -= 10  # as if it had been silent for long
+        assert (await running).text == TEXT
+        assert len(busy.requests) == 1
+        await at_rest(service, busy)
+
+
+async def test_a_verifier_that_hangs_does_not_slow_the_polls_of_others(monkeypatch):
+    monkeypatch.setattr(router, "POLL_TIMEOUT_S", 0.02)
+    hanging, other = Hanging(), Hanging()
+    async with serving(hanging, other) as service:
+        hanging.hangs = True
+        first = next(iter(service.upstreams))
+        await until(lambda: not first.answers)
+        monkeypatch.setattr(router, "POLL_TIMEOUT_S", 3600.0)
+        num_polls = hanging.num_polls
+        await until(lambda: hanging.num_polls > num_polls)
+        num_polls = other.num_polls
+        await until(lambda: other.num_polls > num_polls + 5)
+
+
+class Full(SpellingVerifier):
+    """Breaks its first stream, then refuses `refusals` attempts."""
+
+    def __init__(self, refusals):
+        super().__init__(die_after=lambda r: 5 if r.epoch == 1 else None)
+        self.refusals = refusals
+
+    async def generate(self, request):
+        if self.epochs and self.refusals:
+            self.refusals -= 1
+            raise Overloaded("calls are under way, the limit", retry_after_s=0.01)
+        async for run in super().generate(request):
+            yield run
+
+
+async def test_a_running_stream_waits_for_room_at_the_only_verifier():
+    full = Full(refusals=6)
+    async with serving(full) as service, asyncio.TaskGroup() as group:
+        group.create_task(revive(full))
+        assert (await collect(service, GenerateRequest("a"))).text == TEXT
+        await at_rest(service, full)
+
+
+async def test_a_running_stream_waits_for_room_only_so_long():
+    full = Full(refusals=10**6)
+    async with serving(full, redispatch_wait_s=0.2) as service, asyncio.TaskGroup() as group:
+        group.create_task(revive(full))
+        with pytest.raises(Unavailable, match="after 3 tokens: calls are under way"):
+            await collect(service, GenerateRequest("a"))
+        assert full.refusals < 10**6 - 1
+        with pytest.raises(Overloaded):
+            await collect(service, GenerateRequest("b"))
+        await at_rest(service, full)
+
+
+async def revive(verifier):
+    await until(lambda: not verifier.up)
+    verifier.up = True
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 async def test_no_other_verifier_is_stream_interrupted_after_tokens_and_unavailable_before():

@@ -1,6 +1,7 @@
 """The gRPC face as a plain client sees it: messages, statuses, health, reflection."""
 
 import asyncio
+import math
 from contextlib import suppress
 
 import grpc
@@ -120,6 +121,9 @@ async def test_control():
         call = generate_pb2_grpc.InferenceStub(channel).GenerateStream(Request(text="a"), timeout=10)
         await call.read()
         assert (await stub.GetLoad(control_pb2.GetLoadRequest(), timeout=5)).num_running == 1
+        for wrong in (math.nan, math.inf, -1.0):
+            with pytest.raises(grpc.RpcError, match="timeout_s: "):
+                await stub.Drain(control_pb2.DrainRequest(timeout_s=wrong), timeout=5)
         assert (await stub.Drain(control_pb2.DrainRequest(timeout_s=0.05), timeout=5)).num_running == 1
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             [await call.read() for _ in range(100)]

@@ -290,6 +290,28 @@ async def test_without_redis_the_audit_continues():
     assert not audit.trusts(DRAFTER, "default")
 
 
+@pytest.mark.parametrize("with_redis", [False, True])
+async def test_drafters_that_are_long_gone_are_forgotten_and_caught_ones_are_not(with_redis: bool):
+    now_s = 1e9
+    audit = audit_of(FakeRedis() if with_redis else None, wall_s=lambda: now_s)
+    watch(audit, "argmax", 512)
+    rng = np.random.default_rng(2)
+    for name in ("gone", "stays"):
+        audit.observe(name, drawn_by("honest", rng, 16))
+    await exchanged(audit, up=["stays"])
+    now_s += KEPT_S - 1
+    await exchanged(audit, up=["stays"])
+    assert audit._drafters.keys() == {DRAFTER, "gone", "stays"}
+    now_s += 2
+    await exchanged(audit, up=["stays"])
+    assert audit._drafters.keys() == {DRAFTER, "stays"}
+    assert audit._drafters["stays"].record.num_draws == 16
+    assert not audit.trusts(DRAFTER, "default")
+    audit.observe("gone", drawn_by("honest", rng, 16))  # an address may be used again
+    await exchanged(audit)
+    assert audit.trusts("gone", "default")
+
+
 @pytest.mark.parametrize("num", [1, 100])
 def test_draws_are_evaluated_in_batches(num: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(audit_module, "BATCH_DRAWS", num)

@@ -104,6 +104,25 @@ def test_processors_see_the_text_so_far() -> None:
     assert list(three.prefix.output) == [3, 3, 3]
 
 
+def test_no_tenant_has_the_cached_prefixes_of_another_by_its_name() -> None:
+    def salt(**fields) -> str:
+        wanted = VerifierRequest("r", (1, 2), **fields)
+        return Session(1, wanted, Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset({EOS})).salt
+
+    salts = [
+        salt(tenant="a"),
+        salt(tenant="a", cache_salt="s"),
+        salt(tenant="a", prompt_logprobs=1),
+        salt(tenant=repr(("a", ""))),
+        salt(tenant=repr(("a", "", ""))),
+        salt(tenant=repr(("a", "s", ""))),
+        salt(tenant=repr(("a", "", "1"))),
+        salt(),
+    ]
+    assert len(set(salts)) == len(salts)
+    assert salt(tenant="a", cache_salt="s") == salts[1]
+
+
 def test_statistics_name_the_source_of_the_last_verified_tree() -> None:
     one = session(max_tokens=4)
     one.advance((3,), 0, missed=False)

@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from rootward.core.requests import Committed, Finish, FinishReason, Prefilled, TokenLogprob
-from rootward.errors import Unavailable
-from rootward.wire.feed import RunQueue
+from rootward.errors import InvalidRequest, Unavailable
+from rootward.wire import channel
+from rootward.wire.feed import Feed, RunQueue
 
 END = Finish(FinishReason.LENGTH)
 
@@ -60,6 +61,17 @@ async def test_an_error_follows_the_runs_before_it():
     assert (await waiting.take()).tokens == (5, 6)
     with pytest.raises(Unavailable, match="gone"):
         await waiting.take()
+
+
+async def test_a_run_that_no_message_can_carry_ends_its_generation_alone(monkeypatch):
+    monkeypatch.setattr(channel, "MAX_ITEM_BYTES", 1000)
+    feed = Feed()
+    told = (TokenLogprob(-1.0, ((1, -1.0),) * 20),) * 9
+    with pytest.raises(InvalidRequest, match=r"prompt_logprobs: 20 per token take 1[0-9]{3} bytes for 9 tokens"):
+        feed.put(1, run(0, 5, prefilled=Prefilled(0, told)))
+    feed.put(2, run(0, 5, prefilled=Prefilled(0, told[:2])))
+    feed.end()
+    assert [entry.number async for frame in feed.frames() for entry in frame.entries] == [2]
 
 
 async def test_a_run_wakes_the_generation_that_waits():

@@ -102,15 +102,13 @@ metadata:
     {{- with $v.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+  {{- /* One mapping, in which the chart's own win: a key that stands twice is no YAML. */}}
+  {{- $own := dict "kubectl.kubernetes.io/default-container" .role "checksum/settings" .checksum }}
+  {{- with .served }}
+  {{- $_ := set $own "rootward.dev/model" . }}
+  {{- end }}
   annotations:
-    kubectl.kubernetes.io/default-container: {{ .role }}
-    checksum/settings: {{ .checksum }}
-    {{- with .served }}
-    rootward.dev/model: {{ . }}
-    {{- end }}
-    {{- with $v.podAnnotations }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- toYaml (merge $own $v.podAnnotations) | nindent 4 }}
 spec:
   serviceAccountName: {{ .name }}
   automountServiceAccountToken: {{ .token }}
