@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,7 @@ import rootward
 from gateway import answer_schemas, response_schemas, schemas
 from gateway.answers import ChatAnswer, CompletionAnswer
 from gateway.auth import tenant
-from gateway.http_errors import error_response, invalid_body, json_response, not_served
+from gateway.http_errors import error_response, invalid_body, json_response, not_served, request_id_of
 from gateway.models import Models
 from gateway.planning import check_name
 from gateway.requests import GenerateRequest
@@ -77,7 +76,7 @@ def build_app(
 
     def requested(request: Request, body: schemas.GenerationBody) -> GenerateRequest:
         """The request to the service, under the client's id or a new one."""
-        wanted = body.request({**request.headers, "x-request-id": _request_id(request)})
+        wanted = body.request({**request.headers, "x-request-id": request_id_of(request.headers)})
         check_name("request_id", wanted.request_id)
         return wanted
 
@@ -235,17 +234,10 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-def _request_id(request: Request) -> str:
-    """The client's request id, or a new one. InvalidRequest for an id that is no name."""
-    request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
-    check_name("x-request-id", request_id)
-    return request_id
-
-
 async def _refused(request: Request, error: Exception) -> Response:
     """Every error in OpenAI's form, with the request's id."""
     try:
-        headers = {"x-request-id": _request_id(request)}
+        headers = {"x-request-id": request_id_of(request.headers)}
     except InvalidRequest as bad_id:
         return error_response(bad_id)
     if isinstance(error, RequestValidationError):

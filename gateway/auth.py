@@ -31,7 +31,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from gateway.http_errors import error_response
+from gateway.http_errors import error_response, id_header
 from rootward.clock import Clock, SystemClock
 from rootward.errors import ConfigurationError, PermissionDenied, ServiceError, Unauthenticated
 from rootward.file_watch import WatchedFiles
@@ -214,12 +214,13 @@ class Access:
 
         async def checked(scope: AsgiScope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http" and (needed := http_scope(scope["path"])) is not None:
+                headers = Headers(scope=scope)
                 try:
-                    _CALLER.set(self._admit(keys, needed, Headers(scope=scope).get("authorization")))
+                    _CALLER.set(self._admit(keys, needed, headers.get("authorization")))
                 except ServiceError as error:
                     peer = ":".join(map(str, scope.get("client") or ()))
                     log.warning("call_refused", path=scope["path"], peer=peer, reason=error.reason, error=str(error))
-                    await error_response(error)(scope, receive, send)
+                    await error_response(error, id_header(headers))(scope, receive, send)
                     return
             await app(scope, receive, send)
 

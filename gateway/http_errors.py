@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from traceback import format_tb
@@ -13,6 +14,7 @@ import structlog
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from gateway.planning import check_name
 from rootward.errors import DeadlineExceeded, InvalidRequest, ServiceError, Unauthenticated, UnsupportedParameter
 
 log = structlog.get_logger()
@@ -99,11 +101,12 @@ _VALUE_TYPES = {
 }
 
 
-def http_error(error: Exception, *, path: str = "") -> HttpError:
+def http_error(error: Exception, *, path: str = "", request_id: str = "") -> HttpError:
     """The response to an error at this path. A bug is logged without values, which may be prompts, and reported by its type alone."""
     kind = _KINDS.get(error.reason, _BUG) if isinstance(error, ServiceError) else _BUG
     if kind is _BUG:
-        log.error("http_handler_failed", error=type(error).__name__, trace="".join(format_tb(error.__traceback__)))
+        trace = "".join(format_tb(error.__traceback__))
+        log.error("http_handler_failed", request_id=request_id, error=type(error).__name__, trace=trace)
     if not isinstance(error, ServiceError):
         message = f"internal error ({type(error).__name__})"
         return HttpError(500, _body(message, _BUG, None), {"x-should-retry": "false"})
@@ -144,9 +147,24 @@ def json_response(body: Mapping[str, object], *, status: int = 200, headers: dic
     return Response(orjson.dumps(body), status, headers, "application/json")
 
 
+def request_id_of(headers: Mapping[str, str]) -> str:
+    """The client's request id, or a new one. InvalidRequest for an id that is no name."""
+    request_id = headers.get("x-request-id") or uuid.uuid4().hex
+    check_name("x-request-id", request_id)
+    return request_id
+
+
+def id_header(headers: Mapping[str, str]) -> dict[str, str]:
+    """The header of an answer with the request's id; none if the client's is no name."""
+    try:
+        return {"x-request-id": request_id_of(headers)}
+    except InvalidRequest:
+        return {}
+
+
 def error_response(error: Exception, headers: dict[str, str] | None = None, *, path: str = "") -> Response:
     """The answer to a request that failed."""
-    known = http_error(error, path=path)
+    known = http_error(error, path=path, request_id=(headers or {}).get("x-request-id", ""))
     return json_response(known.body, status=known.status, headers={**(headers or {}), **known.headers})
 
 
@@ -183,7 +201,7 @@ def _path(error: Mapping[str, Any]) -> str:
 
 
 def _is_member(part: str | int) -> bool:
-    return isinstance(part, str) and (part == "str" or part.endswith("]"))
+    return isinstance(part, str) and (part in ("str", "constrained-str") or part.endswith("]"))
 
 
 def _short(value: object) -> object:

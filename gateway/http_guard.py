@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http_errors import error_response
+from gateway.http_errors import error_response, id_header
 from rootward.errors import InvalidRequest, PermissionDenied, ServiceError
 from rootward.wire.auth import BytesInFlight
 
@@ -47,20 +47,25 @@ class RequestGuard:
             await self._app(scope, receive, send)
             return
         with self._in_flight.holding() as take:
+            headers = Headers(scope=scope)
             try:
-                headers = Headers(scope=scope)
                 self._check_host(headers)
                 if scope["method"] == "POST":
                     self._check_content_type(headers)
+                    self._check_encoding(headers)
                     try:
                         body = await _read(Request(scope, receive), limit=self._max_body_bytes, take=take)
                     except ClientDisconnect:
                         return
                     receive = _replayed(body, receive)
                     del body
-                await self._app(scope, receive, send)
+                try:
+                    await self._app(scope, receive, send)
+                except Exception as error:
+                    # It was answered, and goes on to the server, which logs it: without its text, which may be of a prompt.
+                    raise RuntimeError(type(error).__name__).with_traceback(error.__traceback__) from None
             except ServiceError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, id_header(headers))(scope, receive, send)
 
     def _check_host(self, headers: Headers) -> None:
         if self._hosts is None:
@@ -84,6 +89,11 @@ class RequestGuard:
                 "content-type", (given or "")[:64], "is not JSON; send 'Content-Type: application/json'"
             )
 
+    def _check_encoding(self, headers: Headers) -> None:
+        given = headers.get("content-encoding", "identity")
+        if given.strip().lower() not in ("", "identity"):
+            raise InvalidRequest("content-encoding", given[:64], "is not supported; send the body uncompressed")
+
 
 async def _read(request: Request, *, limit: int, take: Callable[[int], None]) -> bytes:
     """The body. InvalidRequest as soon as it is too long, before the rest is read."""
@@ -100,6 +110,10 @@ async def _read(request: Request, *, limit: int, take: Callable[[int], None]) ->
                     raise _too_long(len(data), limit)
     except TimeoutError:
         raise InvalidRequest("body", f"{len(data)} bytes", f"are all that came within {BODY_S:.0f} s") from None
+    if b"\0" in data:
+        # UTF-16 or UTF-32, which json.loads reads as well. `_check_structure` could not tell their texts from their brackets.
+        fix = "are not UTF-8; send JSON in UTF-8, a zero in a text as \\u0000"
+        raise InvalidRequest("body", f"{len(data)} bytes", fix)
     _check_structure(data, max_values=limit // BYTES_A_VALUE)
     return bytes(data)
 

@@ -131,9 +131,11 @@ class RequestMetrics:
         own.delivered.num_requests += 1
         own.prompt_size.observe(usage.prompt_tokens)
         own.output_size.observe(usage.completion_tokens)
-        own.ttft.observe(timing.ttft_ms / 1000)
         own.e2e.observe(timing.total_ms / 1000)
         own.queue.observe(timing.queue_ms / 1000)
+        if self._last is None:  # aborted before its first token: it has no time to it
+            return
+        own.ttft.observe(timing.ttft_ms / 1000)
         own.prefill.observe((timing.ttft_ms - timing.queue_ms) / 1000)
         own.decode.observe(timing.decode_ms / 1000)
         own.inference.observe((timing.total_ms - timing.queue_ms) / 1000)

@@ -180,7 +180,9 @@ class GatewayService:
             if cutoff.error is not None:
                 raise cutoff.error from None
             usage = Usage(len(plan.first.prompt), 0)
-            ending = Ending(FinishReason.ABORTED, usage, SpeculationStats(), Timing())
+            waited_ms = 1000 * (loop_time() - arrived)
+            timing = Timing(queue_ms=waited_ms, ttft_ms=waited_ms, total_ms=waited_ms)
+            ending = Ending(FinishReason.ABORTED, usage, SpeculationStats(), timing)
             yield Delta(request.request_id, 0, (), ending, prompt=plan.first.prompt)
 
     async def tokenize(

@@ -60,7 +60,8 @@ class GenerationResponse(Response):
             if not streaming:
                 await error_response(error, headers, path=scope["path"])(scope, receive, send)
                 return
-            failure = answer.failure(http_error(error, path=scope["path"]).body)
+            known = http_error(error, path=scope["path"], request_id=answer.request.request_id)
+            failure = answer.failure(known.body)
             event = _event(failure, typed=answer.typed_events)
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -29,6 +29,7 @@ DETAILS_KEY = "grpc-status-details-bin"
 RETRY_KEY = "retry-after-ms"
 
 _MAX_MESSAGE_CHARS = 1000  # the status travels in headers, whose default limit is 8 KiB in all
+_MAX_ID_CHARS = 256  # of a request in the log, which a bug may have kept from being checked
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -84,7 +85,7 @@ async def errors_as_status(context: Context, request_id: str = "") -> AsyncItera
         known = _service_error(error)
         if known is None:
             trace = "".join(format_tb(error.__traceback__))
-            extra = {"error": type(error).__name__, "trace": trace}
+            extra = {"request_id": request_id[:_MAX_ID_CHARS], "error": type(error).__name__, "trace": trace}
             logging.getLogger(__name__).error("a handler failed", extra=extra)
             known = ServiceError(f"internal error ({type(error).__name__})")
         await abort(context, known, request_id)

@@ -16,8 +16,10 @@ from support.helm import CHART, REGISTRY, ROOT, of_kind, parsed
 from drafter_service.metrics import GAUGES as OF_DRAFTER
 from gateway.metrics import GAUGES as OF_GATEWAY
 from gateway.metrics import Metrics as GatewayMetrics
+from gateway.resuming import StreamInterrupted
 from rootward.core.audit import Draws
 from rootward.demand import DemandCollector, DrafterDemand, VerifierDemand
+from rootward.errors import InvalidRequest, Overloaded, RateLimited, ServiceError, Unavailable
 from rootward.metrics import Gauges
 from verifier_service.audit import DrafterAudit
 from verifier_service.metrics import GAUGES as OF_VERIFIER
@@ -200,6 +202,15 @@ def exported() -> set[str]:
     histograms = {f"{name}_{end}" for name, kind in every if kind == "histogram" for end in ("bucket", "sum", "count")}
     summaries = {f"{name}_{end}" for name, kind in every if kind == "summary" for end in ("sum", "count")}
     return {name for name, _ in every} | histograms | summaries
+
+
+def test_failures_of_ours_are_those_that_the_alert_counts():
+    (refusing,) = [alert for alert in alerts() if alert["alert"] == "RootwardRefusing"]
+    ours = re.compile(re.search(r'reason=~"([^"]*)"', refusing["expr"])[1])
+    for error in (Overloaded, Unavailable, StreamInterrupted, ServiceError):
+        assert ours.fullmatch(error.reason.lower()), error.reason
+    for error in (RateLimited, InvalidRequest):  # of the client
+        assert not ours.fullmatch(error.reason.lower()), error.reason
 
 
 def test_every_metric_that_is_asked_for_is_exported(helm):

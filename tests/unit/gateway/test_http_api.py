@@ -1,26 +1,33 @@
 """The OpenAI-compatible face, over ASGI and over a real server."""
 
 import asyncio
+import io
 import json
+import logging
 from contextlib import asynccontextmanager
 from itertools import product
 
 import httpx
 import pytest
+import structlog
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from structlog.testing import capture_logs
 from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving, settings_of
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from gateway.app import build_app
+from gateway.http_guard import RequestGuard
 from gateway.models import Models
 from gateway.router import Upstreams
 from gateway.service import GatewayService
 from gateway.session_store import MemoryStore
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
+from rootward.telemetry import configure_logging
+from rootward.wire.auth import BytesInFlight
 from rootward.wire.http_server import HttpServer
 
 
@@ -286,6 +293,52 @@ async def test_a_bug_is_an_internal_error_without_details():
         assert response.json()["error"]["message"] == "internal error (ZeroDivisionError)"
         assert response.headers["x-should-retry"] == "false"
         await at_rest(service, verifier)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_bug_is_logged_under_the_id_of_its_request(stream):
+    """In an answer, in a stream that has begun, and in a route."""
+    verifier = SpellingVerifier(spoil=lambda run: run if run.offset == 0 and stream else 1 / 0)
+    headers = {"x-request-id": "mine"}
+    async with api(verifier) as (service, client):
+        with capture_logs() as logs:
+            await client.post("/v1/completions", json={"prompt": "secret", "stream": stream}, headers=headers)
+            service.tokenizer = None
+            await client.post("/tokenize", json={"prompt": "secret"}, headers=headers)
+    found = [line for line in logs if line["event"] == "http_handler_failed"]
+    assert [line.get("request_id") for line in found] == ["mine", "mine"]
+    assert "secret" not in str(found)
+
+
+@pytest.fixture
+def log():
+    """What is written after `configure_logging` with this stream."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    yield io.StringIO()
+    root.handlers = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+@pytest.mark.parametrize("json_lines", [False, True])
+async def test_the_server_logs_a_bug_without_its_text_which_may_be_a_prompt(json_lines, log):
+    configure_logging("gateway", json=json_lines, stream=log)
+
+    def guarded(models):
+        return RequestGuard(build_app(models), max_body_bytes=1000, in_flight=BytesInFlight(1000))
+
+    async def broken(prompt, **options):
+        raise ValueError(f"{prompt} is not expected")
+
+    async with real_server(build=guarded) as (service, client):
+        service.tokenize = broken
+        answer = await client.post("/tokenize", json={"prompt": "secret"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+        assert (await client.get("/health")).status_code == 200
+    assert "ValueError" in log.getvalue()
+    assert "in broken" in log.getvalue()
+    assert "secret" not in log.getvalue()
 
 
 async def test_the_framework_exports_nothing_of_its_own(monkeypatch):

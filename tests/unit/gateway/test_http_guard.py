@@ -1,6 +1,7 @@
 """Requests that are refused before the application sees them, and what they may hold until then."""
 
 import asyncio
+import gzip
 import json
 import ssl
 from concurrent.futures import ThreadPoolExecutor
@@ -139,6 +140,23 @@ async def test_bodies_whose_parsing_would_hold_the_event_loop_are_refused_before
     assert app.num_calls == 0
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
+async def test_arrays_cannot_hide_in_an_encoding_with_wider_characters(encoding):
+    """The bytes of an escaped quote are apart there, so that all that follows would look like a text."""
+    app, bomb = App(), '{"user": "\\"", "prompt": [' + "[]," * (2 * MAX_CONTAINERS) + "[]]}"
+    assert json.loads(bomb.encode(encoding))["user"] == '"'
+    guard = guarded(app, limit=LIMIT, budget=1 << 24)
+    assert refusal(await post(guard, bomb.encode(encoding))) == (400, "invalid_value", "body")
+    assert app.num_calls == 0
+
+
+async def test_a_compressed_body_is_refused_by_the_name_of_its_encoding():
+    guard = guarded()
+    told = await post(guard, gzip.compress(b"{}"), headers=JSON | {"content-encoding": "gzip"})
+    assert refusal(told) == (400, "invalid_value", "content-encoding")
+    assert (await post(guard, headers=JSON | {"content-encoding": "identity"})).status_code == 200
+
+
 @pytest.mark.parametrize("text", ["[{,", '\\"[', "\\\\[", ', \\"x\\", {[', "\\[é,"])
 async def test_brackets_and_commas_in_texts_do_not_count(text):
     guard = guarded(limit=LIMIT, budget=1 << 24)
@@ -158,6 +176,17 @@ async def test_a_body_is_json_by_its_type():
     assert (
         await post(guard, headers={})
     ).status_code == 200  # who may call at all has shown a key, or is no browser's page
+
+
+async def test_a_refusal_has_the_id_of_its_request(tmp_path):
+    """Whoever refuses it: the check of keys or the guard. An id that is no name is not repeated."""
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys: [{{name: a, sha256: {digest(new_key())}}}]")
+    for app, refused in ((guarded(), {"content-type": "text/plain"}), (Access(Keys(path), ["demo"]).around(App()), {})):
+        told = await post(app, headers=refused | {"x-request-id": "mine"})
+        assert (told.status_code in (400, 401), told.headers.get("x-request-id")) == (True, "mine")
+        assert (await post(app, headers=refused)).headers.get("x-request-id")
+        assert "x-request-id" not in (await post(app, headers=refused | {"x-request-id": "a b"})).headers
 
 
 async def test_web_pages_cannot_drive_a_gateway_on_loopback():

@@ -423,6 +423,28 @@ async def test_refusals_name_the_parameter(code, param, more):
         assert error["message"].startswith(param)
 
 
+@pytest.mark.parametrize(
+    ("param", "more"),
+    [
+        ("user", {"user": "\ud83d"}),
+        ("tools[0].description", {"tools": [WEATHER | {"description": "\ud83d"}]}),
+        ("text.format.name", {"text": {"format": {"type": "text", "name": "\ud83d"}}}),
+        ("text.format.description", {"text": {"format": {"type": "json_object", "description": "\ud83d"}}}),
+        ("input[0].call_id", {"input": [{"type": "function_call_output", "call_id": "\ud83d", "output": "x"}]}),
+    ],
+)
+async def test_texts_that_no_answer_can_repeat_are_refused_before_anything_runs(param, more):
+    verifier = SpellingVerifier()
+    async with serving(verifier) as service:
+        service.tokenizer = with_tools()
+        transport = httpx.ASGITransport(build_app(Models([service])), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            told = await client.post("/v1/responses", content=json.dumps({"input": "hi"} | more))
+        error = told.json()["error"]
+        assert (told.status_code, error["code"], error["param"]) == (400, "invalid_value", param)
+        assert not verifier.requests
+
+
 async def test_options_of_a_stored_response_are_refused():
     async with responding() as (responses, _, _):
         kept = await responses.create(model="demo", input="hi")

@@ -325,6 +325,26 @@ async def test_closing_the_stream_frees_everything():
         await at_rest(service, verifier)
 
 
+async def test_a_request_that_is_aborted_while_it_waits_has_waited_and_has_no_time_to_a_first_token():
+    verifier = SpellingVerifier(delay_s=0.2)
+    async with serving(verifier, max_num_seqs=1) as service, asyncio.TaskGroup() as group:
+        running = group.create_task(collect(service, GenerateRequest("a", request_id="r1")))
+        await asyncio.sleep(0.3)
+        waiting = group.create_task(collect(service, GenerateRequest("a", request_id="r2")))
+        await asyncio.sleep(0.1)
+        service.abort(["r2"])
+        timing = (await waiting).ending.timing
+        assert timing.queue_ms == timing.total_ms >= 90
+        value = service.metrics.registry.get_sample_value
+        for name, count in (("e2e_request_latency", 1), ("request_queue_time", 1), ("time_to_first_token", 0)):
+            assert value(f"rootward_{name}_seconds_count") == count
+        assert value("rootward_request_queue_time_seconds_sum") >= 0.09
+        service.abort(["r1"])
+        await running
+        assert value("rootward_time_to_first_token_seconds_count") == 1
+        await at_rest(service, verifier)
+
+
 async def test_abort_ends_running_and_waiting_requests():
     verifier = SpellingVerifier(delay_s=0.05)
     async with serving(verifier, max_num_seqs=1) as service, asyncio.TaskGroup() as group:

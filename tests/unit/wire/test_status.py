@@ -155,3 +155,13 @@ async def test_a_handler_error_becomes_its_status():
                 raise raised
         assert context.seen.code() is code
         assert "secret" not in context.seen.details()
+
+
+async def test_a_bug_is_logged_under_the_id_of_its_request(caplog):
+    value = "a prompt"
+    with pytest.raises(Aborted):
+        async with status.errors_as_status(FakeContext(), "r1"):
+            raise KeyError(value)
+    (line,) = caplog.records
+    assert (line.request_id, line.error) == ("r1", "KeyError")
+    assert value not in str(line.__dict__)
