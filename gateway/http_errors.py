@@ -85,7 +85,7 @@ _FIXES = {
     "too_short": "is too short; at least {min_length} needed",
 }
 # Of the errors of a union's members, the types that say most. The others follow in their order.
-_RANKS = {"unsupported": 0, "too_short": 1}
+_RANKS = {"unsupported": 0, "string_unicode": 1, "too_short": 2}
 # pydantic's error type -> the expected type; the members of a union have an error each.
 _VALUE_TYPES = {
     "string_type": "a string",
@@ -170,7 +170,8 @@ def error_response(error: Exception, headers: dict[str, str] | None = None, *, p
 
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     """The error that stands for all of pydantic's. Members of a union have errors each: the first of those with the longest path; of these,
-    one of a value that is not supported, such as a type, whose other fields are then unknown; else one of a list that is too short."""
+    one of a value that is not supported, such as a type, whose other fields are then unknown; else one of a text that is not Unicode, or of
+    a list that is too short."""
     if errors[0]["type"] == "json_invalid":
         return InvalidRequest("body", errors[0]["ctx"]["error"], "is no JSON; send a JSON object")
     depth = max(len(error["loc"]) for error in errors)
@@ -182,7 +183,7 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     if kind == "missing":
         return InvalidRequest.from_message(f"{path}: is missing; send it")
     kinds = [_VALUE_TYPES[one["type"]] for one in furthest if one["type"] in _VALUE_TYPES and _path(one) == path]
-    if kinds and kind != "too_short":
+    if kinds and kind not in ("string_unicode", "too_short"):
         fix = f"is not {' or '.join(dict.fromkeys(kinds))}"
     else:
         fix = _FIXES.get(kind, "").format_map(error.get("ctx", {})) or error["msg"]

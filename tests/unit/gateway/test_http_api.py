@@ -241,6 +241,26 @@ async def test_a_body_that_is_no_object(body, shown):
         assert response.json()["error"]["message"] == f"body: {shown} is not an object"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "prediction": {"type": "content", "content": "\ud800"}},
+            "prediction.content",
+        ),
+        ("/v1/completions", {"prompt": "a", "bad_words": ["\ud800"]}, "bad_words"),
+        ("/v1/responses", {"input": "\ud800"}, "input"),
+    ],
+)
+async def test_a_lone_surrogate_is_named_where_it_is(path, body, param):
+    async with api() as (_, client):
+        error = (await client.post(path, content=json.dumps(body))).json()["error"]
+        assert (error["param"], error["code"]) == (param, "invalid_value")
+        assert error["message"] == f"{param}: '\\ud800' is not valid Unicode; send no lone surrogates"
+
+
 async def test_busy_gone_late_and_doubled():
     verifier = SpellingVerifier(delay_s=0.1)
     async with api(verifier, max_num_seqs=1, max_num_queued_reqs=0, redispatch_wait_s=0.2) as (service, client):
