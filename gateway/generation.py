@@ -162,7 +162,7 @@ class Generation:
                     except (Unavailable, Overloaded) as error:
                         await self._recover(upstream, incarnation, error)
                     except StaleEpoch as error:
-                        await self._outbid(error)
+                        await self._raise_epoch(error)
         except Aborted:
             if self._cutoff.error is not None:
                 raise self._cutoff.error from None
@@ -335,7 +335,7 @@ class Generation:
         pause_s = REFUSED_PAUSE_S if error.retry_after_s is None else error.retry_after_s
         await self._cutoff.wait(asyncio.sleep(min(pause_s, left_s)), "dispatch")
 
-    async def _outbid(self, error: StaleEpoch) -> None:
+    async def _raise_epoch(self, error: StaleEpoch) -> None:
         """Go on above the epoch that a verifier remembers of an earlier request of this id, of which the store knows nothing any more: its
         record has expired, or was lost with a Redis. StaleEpoch when another gateway drives the request now."""
         self._fruitless += 1

@@ -117,7 +117,7 @@ async def test_an_id_may_be_used_again_when_its_record_has_expired():
     assert verifier.requests[-1].committed == ()
 
 
-async def test_a_request_that_another_gateway_has_taken_over_does_not_outbid_it():
+async def test_a_request_that_another_gateway_has_taken_over_takes_no_higher_epoch():
     verifier = SpellingVerifier(run=1, die_after=lambda r: 3 if r.epoch == 1 else None)
     store = MemoryStore()
     async with serving(verifier, store=store, redispatch_wait_s=60) as service:
