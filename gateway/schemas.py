@@ -116,8 +116,8 @@ Logprobs = Annotated[Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None, Before
 class Body(BaseModel):
     """An object of a request."""
 
-    # A bound, however large, makes pydantic refuse lone surrogates, which no answer can repeat and no store can keep.
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, str_max_length=2**31)
+    # A bound, even of 0, makes pydantic refuse lone surrogates, which no answer can repeat and no store can keep.
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, str_min_length=0)
 
     # Names that are not served -> their values that ask for nothing, which are accepted.
     harmless: ClassVar[Mapping[str, tuple[object, ...]]] = {}
@@ -311,8 +311,11 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """vLLM's: the form of the output, given in one of these ways."""
 
-    # `Structure` checks its text itself.
-    model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1}, str_max_length=None)
+    # `Structure` checks its text itself, so there is no bound here.
+    model_config = ConfigDict(
+        json_schema_extra={"minProperties": 1, "maxProperties": 1},
+        str_min_length=None,  # type: ignore[typeddict-item]  # pydantic's type has no name for "not set"
+    )
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool = False
