@@ -1,12 +1,14 @@
-"""Rootward beside other engines, in one interleaved run: tokens per second and time to first token over HTTP.
+"""Rootward beside other engines, in one interleaved run: tokens per second, time to first token and time per output token over HTTP.
 
     python -m benchmarks.peers --model FOLDER --systems rootward transformers llama.cpp vllm --gguf FILE --out RESULT.json
     python -m benchmarks.peers --show RESULT.json --readme README.md
 
-Every engine continues the same prompts by the same number of tokens, plainly and with its own speculation. Each repetition runs all
-engines one after another, in a rotated order, while the others stand still: a machine whose speed changes slows all of them alike.
-`--busy` processes that compute all the time run beside them. Rootward runs as services (verifier, gateway, and a drafter with `--draft`);
-transformers has no server and runs in a process of its own. An engine that is not installed is reported with the command that installs it.
+Every engine continues the same prompts by the same number of tokens, plainly and with its own speculation. Prompts are questions of one
+line; with `--prompt-tokens` each follows a passage of this repository's documentation, another one for every prompt. Each repetition
+runs all engines one after another, in a rotated order, while the others stand still: a machine whose speed changes slows all of them
+alike. `--busy` processes that compute all the time run beside them. Rootward runs as services (verifier, gateway, and a drafter with
+`--draft`); transformers has no server and runs in a process of its own. An engine that is not installed is reported with the command
+that installs it.
 """
 
 from __future__ import annotations
@@ -51,6 +53,11 @@ TASKS = (
     "Rewrite this sentence five times, changing one word each time: I have always been interested in {}.",
     "Summarise the history of {} for a child, then summarise it again for an expert.",
 )
+READING_TASKS = (
+    "Summarise this text in three sentences.",
+    "List the most important facts of this text.",
+    "Which terms does this text define?",
+)
 TOPICS = ("a steam engine", "the tide", "a library", "photosynthesis", "a compiler", "the violin", "bread", "a glacier")
 
 
@@ -80,6 +87,10 @@ class Run:
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
 
+    def token_s(self, batch: int) -> float:
+        """Seconds per output token of a request after its first one (TPOT), of `batch` requests at once."""
+        return (self.seconds - self.first_token_s) / max(self.tokens // batch - 1, 1)
+
 
 @dataclass
 class Series:
@@ -95,6 +106,7 @@ class Series:
         values = {
             "tokens_per_s": round(median(run.tokens_per_s for run in self.runs), 2),
             "first_token_ms": round(1e3 * median(run.first_token_s for run in self.runs), 1),
+            "token_ms": round(1e3 * median(run.token_s(self.batch) for run in self.runs), 2),
         }
         return asdict(self) | values
 
@@ -327,14 +339,36 @@ def prompts_of(given: argparse.Namespace, count: int) -> list[str]:
             raise ConfigurationError(f"--prompts: {len(texts)} texts, {count} needed; give more or lower --repeats")
         return texts[:count]
     tokenizer = AutoTokenizer.from_pretrained(given.model)
+    if given.prompt_tokens:
+        questions = passages(tokenizer, count, given.prompt_tokens)
+    else:
+        tasks = itertools.cycle(itertools.product(TOPICS, TASKS))
+        questions = [f"{i + 1}. " + task.format(topic) for i, (topic, task) in zip(range(count), tasks, strict=False)]
     texts = []
-    for number, (topic, task) in zip(range(count), itertools.cycle(itertools.product(TOPICS, TASKS)), strict=False):
-        question = f"{number + 1}. " + task.format(topic)
+    for question in questions:
         if tokenizer.chat_template:
             messages = [{"role": "user", "content": question}]
             question = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         texts.append(question)
     return texts
+
+
+def passages(tokenizer: Any, count: int, tokens: int) -> list[str]:
+    """`count` passages of `tokens` tokens of the documentation with a question behind each. They begin at different places, so none
+    is a prefix of another. ConfigurationError if the documentation is shorter than a passage."""
+    pages = sorted((Path(__file__).parents[1] / "docs").rglob("*.md"))
+    ids = tokenizer("\n\n".join(page.read_text(encoding="utf-8") for page in pages), add_special_tokens=False)[
+        "input_ids"
+    ]
+    if len(ids) < tokens + count:
+        raise ConfigurationError(
+            f"--prompt-tokens: {tokens}, the documentation has {len(ids)}; give fewer, or --prompts"
+        )
+    starts = [i * (len(ids) - tokens) // count for i in range(count)]
+    return [
+        f"{i + 1}. {tokenizer.decode(ids[start : start + tokens])}\n\n{READING_TASKS[i % len(READING_TASKS)]}"
+        for i, start in enumerate(starts)
+    ]
 
 
 def jobs_of(given: argparse.Namespace) -> list[Job]:
@@ -396,7 +430,16 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
         "draft": Path(given.draft).name if given.draft else None,
         **{
             name: getattr(given, name)
-            for name in ("dtype", "device", "threads", "max_tokens", "repeats", "assistant_tokens", "busy")
+            for name in (
+                "dtype",
+                "device",
+                "threads",
+                "max_tokens",
+                "repeats",
+                "prompt_tokens",
+                "assistant_tokens",
+                "busy",
+            )
         },
         "verifier_flags": " ".join(given.verifier_flags),
         "missing": missing,
@@ -476,6 +519,7 @@ def parser() -> argparse.ArgumentParser:
     add("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="requests at once")
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     add("--max-tokens", type=int, default=64, help="tokens of every answer (default 64)")
+    add("--prompt-tokens", type=int, default=0, help="tokens of documentation before each question (default: none)")
     add("--max-model-len", type=int, default=512, help="context of a request in tokens (default 512)")
     add("--repeats", type=int, default=3, help="measured repetitions, after one warm-up (default 3)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")

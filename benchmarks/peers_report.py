@@ -9,7 +9,17 @@ from typing import Any
 from benchmarks.results import markdown_table
 
 BEGIN, END = "<!-- peers: begin, written by benchmarks.peers -->", "<!-- peers: end -->"
+VALUES = (
+    ("tokens_per_s", 1, "tokens/s"),
+    ("first_token_ms", 0, "time to first token, ms"),
+    ("token_ms", 1, "time per output token after the first, ms"),
+)
 NAMES = {"rootward": "Rootward", "transformers": "transformers", "llama.cpp": "llama.cpp", "vllm": "vLLM"}
+
+
+def measured(report: dict[str, Any]) -> list[tuple[str, int, str]]:
+    """Key, digits and title of each value that the report has: older ones lack the time per output token."""
+    return [entry for entry in VALUES if all(entry[0] in series for series in report["series"])]
 
 
 def settings_of(report: dict[str, Any]) -> list[tuple[float, int]]:
@@ -21,9 +31,8 @@ def rows_of(report: dict[str, Any], value: str, digits: int) -> list[list[str]]:
     """System and mode, then one value per setting; the best of each column in bold."""
     by_row: dict[tuple[str, str], dict[tuple[float, int], float]] = {}
     for series in report["series"]:
-        by_row.setdefault((series["system"], series["mode"]), {})[series["temperature"], series["batch"]] = series[
-            value
-        ]
+        row = by_row.setdefault((series["system"], series["mode"]), {})
+        row[series["temperature"], series["batch"]] = series[value]
     choose = max if value == "tokens_per_s" else min
     best = {key: choose(row[key] for row in by_row.values() if key in row) for key in settings_of(report)}
     rows = []
@@ -35,12 +44,12 @@ def rows_of(report: dict[str, Any], value: str, digits: int) -> list[list[str]]:
 
 
 def print_tables(report: dict[str, Any]) -> None:
-    """Tokens per second and time to first token, on the terminal."""
+    """A table for each measured value, on the terminal."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    for title, value, digits in (("tokens/s", "tokens_per_s", 1), ("time to first token, ms", "first_token_ms", 0)):
+    for value, digits, title in measured(report):
         table = Table(title=f"{report['model']}, {report['dtype']}, {report['hardware']}: {title}")
         table.add_column("")
         for temperature, batch in settings_of(report):
@@ -65,20 +74,23 @@ def heading(report: dict[str, Any]) -> str:
     if flags := report.get("verifier_flags"):
         speculation += f" (Rootward: `{flags}`)"
     beside = f", busy processes beside it: {report['busy']}" if report.get("busy") else ""
+    prompts = f"prompts of {tokens} tokens and a question, " if (tokens := report.get("prompt_tokens")) else ""
     return (
-        f"{report['model']}, {report['dtype']}, {speculation}, {report['max_tokens']} tokens per answer, "
+        f"{report['model']}, {report['dtype']}, {speculation}, {prompts}{report['max_tokens']} tokens per answer, "
         f"medians of {report['repeats']} interleaved runs. "
         f"{report['hardware']}, {report['threads']} threads per engine{beside}, {report['date']}, commit {report['commit']}; {versions}."
     )
 
 
 def as_markdown(reports: Sequence[dict[str, Any]]) -> str:
-    """Both tables of every report."""
+    """The tables of every report."""
     parts = []
     for report in reports:
         parts.append(heading(report))
-        parts.append(table_of(report, "tokens_per_s", 1, "tokens/s at T, requests at once"))
-        parts.append(table_of(report, "first_token_ms", 0, "time to first token in ms at T, requests at once"))
+        parts += [
+            table_of(report, value, digits, f"{title}; T, requests at once")
+            for value, digits, title in measured(report)
+        ]
         parts += [f"{NAMES[system]} was not installed." for system in report["missing"]]
     return "\n\n".join(parts) + "\n"
 

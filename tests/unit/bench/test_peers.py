@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import peers, peers_report
 from rootward.demo import paths
+from rootward.errors import ConfigurationError
 
 
 class CompletionServer(BaseHTTPRequestHandler):
@@ -52,6 +53,13 @@ def report(**changes) -> dict:
     return head | {"series": series} | changes
 
 
+def peers_tokenizer(given):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    return lambda text: len(tokenizer(text)["input_ids"])
+
+
 def test_a_run_counts_the_tokens_of_all_requests(server):
     engine = peers.HttpEngine("plain", server, "model", {"speculation": "disabled"})
     run = asyncio.run(engine.run(peers.Job(("one", "two", "three"), 0.7, 5, seed=1)))
@@ -68,6 +76,27 @@ def test_prompts_of_all_jobs_differ():
     texts = [prompt for job in jobs for prompt in job.prompts]
     assert [len(job.prompts) for job in jobs] == [1, 32] * 2 * 3
     assert len(set(texts)) == len(texts)
+
+
+def test_long_prompts_are_different_passages_with_a_question():
+    given = peers.parser().parse_args(["--model", str(paths().target), "--batches", "2", "--prompt-tokens", "700"])
+    texts = peers.prompts_of(given, 5)
+    count = peers_tokenizer(given)
+    assert all(700 <= count(text) < 900 for text in texts)
+    assert all(any(task in text for task in peers.READING_TASKS) for text in texts)
+    beginnings = {text.replace(f"{i + 1}. ", "", 1)[:60] for i, text in enumerate(texts)}
+    assert len(beginnings) == len(texts)
+
+
+def test_a_passage_longer_than_the_documentation_is_refused():
+    given = peers.parser().parse_args(["--model", str(paths().target), "--prompt-tokens", "9000000"])
+    with pytest.raises(ConfigurationError, match="--prompt-tokens: 9000000, the documentation has"):
+        peers.prompts_of(given, 1)
+
+
+def test_the_time_per_output_token_excludes_the_first():
+    assert peers.Run(tokens=22, seconds=3.0, first_token_s=1.0).token_s(batch=2) == pytest.approx(0.2)
+    assert peers.Run(tokens=1, seconds=1.0, first_token_s=1.0).token_s(batch=1) == 0.0
 
 
 def test_every_engine_is_first_equally_often():
