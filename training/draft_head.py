@@ -17,6 +17,9 @@ from torch import nn
 from torch.nn import functional
 
 FORMAT = "LlamaForCausalLMEagle3"
+WINDOW = (
+    256  # positions that a head sees: chats to learn from are about as long, and distances that it never saw mislead it
+)
 
 
 class _Attention(nn.Module):
@@ -95,7 +98,9 @@ class DraftHead(nn.Module):
             query, key, value = self._split(mixed, rotary)
             keys.append(key)
             values.append(value)
-            attended = self._attend(query, keys, values, distance >= step)
+            # Heads of files without a window see everything.
+            visible = (distance >= step) & (distance < self.config.get("sliding_window", length))
+            attended = self._attend(query, keys, values, visible)
             residual = current.flatten(0, 1)[rows] + attention.o_proj(attended.flatten(0, 1)[rows])
             output = residual + layer.mlp(layer.post_attention_layernorm(residual))
             yield self.norm(output)
@@ -199,6 +204,8 @@ def head_config(target: Any, draft_vocab: int, layers: tuple[int, ...]) -> dict[
         "num_key_value_heads": target.num_key_value_heads,
         "head_dim": getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
         "num_hidden_layers": 1,
+        "layer_types": ["sliding_attention"],
+        "sliding_window": WINDOW,
         "hidden_act": "silu",
         "rms_norm_eps": target.rms_norm_eps,
         "rope_theta": target.rope_parameters["rope_theta"],

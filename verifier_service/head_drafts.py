@@ -23,7 +23,7 @@ from rootward.engine.grower import Grower
 if TYPE_CHECKING:  # a verifier without a head loads none
     from rootward.engine.head_model import DraftHead
 
-WINDOW = 1024  # positions that the head reads at once: of a longer prompt the last ones
+MOST_POSITIONS = 1024  # that a head reads at once: of a longer prompt the last ones
 LEAST_LEVELS = 3  # of a tree: a level costs about a tenth of a step of a small target (docs/log.md, lesson 23)
 
 
@@ -70,6 +70,7 @@ class HeadDrafts:
 
     def __init__(self, model: DraftHead, *, incarnation: int, best_first: BestFirst | None = None) -> None:
         self.model = model
+        self.most_positions = min(model.window or MOST_POSITIONS, MOST_POSITIONS)
         shape = best_first or BestFirst(least_levels=LEAST_LEVELS)
         self._grower: Grower[int] = Grower(model, incarnation=incarnation, best_first=shape)
         self._observed: dict[int, Observed] = {}
@@ -85,8 +86,8 @@ class HeadDrafts:
             known = self._observed[session] = Observed(first, first, [])
         known.parts.append(states)
         known.end += len(states)
-        if known.end - known.first >= 2 * WINDOW:  # not with every token: they are copied
-            self._keep_last_window(session)
+        if known.end - known.first >= 2 * self.most_positions:  # not with every token: they are copied
+            self._keep_last_positions(session)
 
     def grow(self, wanted: Sequence[Wanted]) -> list[Snapshot | None]:
         """A tree for each, None where states of the end of the text are missing."""
@@ -109,20 +110,20 @@ class HeadDrafts:
         known = self._observed.get(one.session)
         return known is not None and known.end == len(one.text) - 1
 
-    def _keep_last_window(self, session: int) -> None:
-        """Drop the states of positions before the last WINDOW. The head's text begins anew if any are dropped."""
+    def _keep_last_positions(self, session: int) -> None:
+        """Drop the states of positions before the last `most_positions`. The head's text begins anew if any are dropped."""
         known = self._observed[session]
-        if known.end - known.first > WINDOW:
-            last = torch.cat(known.parts)[-WINDOW:].clone()
+        if known.end - known.first > self.most_positions:
+            last = torch.cat(known.parts)[-self.most_positions :].clone()
             self.forget(session)
-            self._observed[session] = Observed(known.end - WINDOW, known.end, [last])
+            self._observed[session] = Observed(known.end - self.most_positions, known.end, [last])
 
     def _features(self, wanted: Sequence[Wanted]) -> list[NDArray[np.float32]]:
         """Fused features of the states that the head has not read, all of them in one product."""
         if not wanted:
             return []
         for one in wanted:
-            self._keep_last_window(one.session)
+            self._keep_last_positions(one.session)
         observed = [self._observed[one.session] for one in wanted]
         parts = [part for known in observed for part in known.parts]
         fused = self.model.fuse(parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().numpy()

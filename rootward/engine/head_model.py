@@ -54,6 +54,12 @@ class DraftHead(Slots, ABC):
         return states
 
     @property
+    def window(self) -> int | None:
+        """Positions of a text, its last one included, beyond which nothing changes the logits there; None: there is no such number."""
+        windows: tuple[int | None, ...] = self.head.windows
+        return windows[0] if len(windows) == 1 else None  # of several layers, each sees further than the one before it
+
+    @property
     def feature_size(self) -> int:
         """Numbers of a feature."""
         size: int = self.head.hidden_size

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from rootward.engine.attention import DenseView
+from rootward.engine.attention import FULL, SLIDING, DenseView
 from rootward.engine.batch import Step
 from rootward.engine.block_head import BlockHead, is_block_head, load_block_head
 from rootward.engine.cpu_kernels import array_of, head_inputs
@@ -52,9 +52,10 @@ class Head:
     states    which hidden states of the target it reads: i is the input of layer i; the number of layers stands for the last one's
               output after the final norm
     readings  what else they may be, with them: layer ids mean inputs of layers in some files and outputs in others
+    windows   the sliding window of its layer, or None
     """
 
-    windows, depth = (None,), 0  # of its layer, which sees everything; no marginals
+    depth = 0  # no marginals
 
     def __init__(self, weights: HeadWeights, config: Any, states: Sequence[int]):
         self.dtype, self.device, self.has_kernels = weights.dtype, weights.device, weights.has_kernels
@@ -63,6 +64,7 @@ class Head:
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         num_q, num_kv = config.num_attention_heads, config.num_key_value_heads
         check_attention(num_q, num_kv)
+        self.windows = (_window(config),)
         self.is_eagle3 = "hidden_norm.weight" in weights
         self.readings = [self.states]
         if self.is_eagle3 and max(self.states) + 1 < num_layers:
@@ -186,7 +188,7 @@ class Head:
             query,
             keys,
             values,
-            view.mask(None, query.dtype),
+            view.mask(self.windows[0], query.dtype),
             scale=layer.scaling,
             enable_gqa=layer.num_q != layer.num_kv,
         )
@@ -223,9 +225,20 @@ def _load(folder: Path, network: Any) -> Head | BlockHead:
         raise refusal(f"num_hidden_layers: {config.num_hidden_layers}; heads of one layer are supported")
     if config.hidden_act != "silu":
         raise refusal(f"hidden_act: {config.hidden_act!r}; heads with silu are supported")
-    if layer_types := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-        raise refusal(f"layer_types: {', '.join(sorted(layer_types))}; heads with full attention are supported")
     return Head(weights, config, _states(raw, weights))
+
+
+def _window(config: Any) -> int | None:
+    """Positions that the layer sees, its own included; None: all. Without `layer_types`, as in a Llama, `sliding_window` says nothing."""
+    kinds = set(getattr(config, "layer_types", None) or (FULL,))
+    if kinds == {FULL}:
+        return None
+    if kinds != {SLIDING}:
+        raise refusal(f"layer_types: {', '.join(sorted(kinds))}; a head has one layer, of {FULL} or {SLIDING}")
+    window = getattr(config, "sliding_window", None)
+    if not isinstance(window, int) or window < 1:
+        raise refusal(f"sliding_window: {window!r}; layer_types has {SLIDING}, give a number of positions")
+    return window
 
 
 def _states(raw: dict[str, Any], weights: HeadWeights) -> tuple[int, ...]:

@@ -100,7 +100,7 @@ async def test_a_head_grows_by_every_strategy(name: str) -> None:
 
 
 async def test_a_prompt_longer_than_the_window_is_read_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verifier_service.head_drafts.WINDOW", 16)
+    monkeypatch.setattr("verifier_service.head_drafts.MOST_POSITIONS", 16)
     target = target_of()
     prompt = tuple(i % VOCAB for i in range(100))
     wanted = request(prompt=prompt, temperature=0.0, max_tokens=60)

@@ -135,6 +135,7 @@ class TabularHead(TabularModel):
     """
 
     num_marginals = 0
+    window: int | None = None
     reads, feature_size = (0,), 2
 
     def __init__(

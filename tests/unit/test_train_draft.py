@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from rootward import demo
 from rootward.errors import ConfigurationError
-from training.draft_head import DraftHead, _rotate
+from training.draft_head import WINDOW, DraftHead, _rotate
 from training.overlap import overlap_loss
 
 HIDDEN, LENGTH, STEPS = 16, 9, 4
@@ -51,7 +51,8 @@ def drafted(head: DraftHead, states: torch.Tensor, embeddings: torch.Tensor, bas
         query = _rotate(attention.q_proj(both).view(4, 4), cos, sin)
         keys.append(_rotate(attention.k_proj(both).view(2, 4), cos, sin))
         values.append(attention.v_proj(both).view(2, 4))
-        key, value = (torch.stack(x).repeat_interleave(2, 1) for x in (keys, values))
+        seen = slice(-head.config.get("sliding_window", LENGTH), None)
+        key, value = (torch.stack(x[seen]).repeat_interleave(2, 1) for x in (keys, values))
         weights = (torch.einsum("hd,thd->ht", query, key) / 2).softmax(-1)
         residual = feature + attention.o_proj(torch.einsum("ht,thd->hd", weights, value).flatten())
         current = residual + layer.mlp(layer.post_attention_layernorm(residual))
@@ -60,7 +61,9 @@ def drafted(head: DraftHead, states: torch.Tensor, embeddings: torch.Tensor, bas
     return outputs
 
 
-def test_unrolled_steps_equal_drafting_one_token_at_a_time(head: DraftHead) -> None:
+@pytest.mark.parametrize("window", [None, 5])
+def test_unrolled_steps_equal_drafting_one_token_at_a_time(head: DraftHead, window: int | None) -> None:
+    head.config = CONFIG if window is None else {**CONFIG, "sliding_window": window}
     states, embeddings = torch.randn(2, LENGTH, 3 * HIDDEN).double(), torch.randn(2, LENGTH, HIDDEN).double()
     answer = torch.zeros(2, LENGTH, dtype=torch.bool)
     answer[0, 2:] = True
@@ -272,6 +275,7 @@ def test_a_text_without_held_out_chats_is_trained_on(tmp_path: Path, monkeypatch
     monkeypatch.setattr(module, "HELD_OUT_SHARE", 0.0)
     assert run(monkeypatch, TARGET, "--out", str(tmp_path), *SMALL, "--draft-vocabulary", "64") == 0
     assert (tmp_path / "model.safetensors").is_file()
+    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["sliding_window"] == WINDOW
 
 
 def test_a_text_without_chats_for_training_is_refused(

@@ -107,6 +107,8 @@ class Reference:
 
         k, v = (t.repeat_interleave(num_q // num_kv, 0) for t in (turned(k), v))
         score = turned(q) @ k.transpose(1, 2) / dim**0.5
+        if self.config.get("layer_types") == ["sliding_attention"]:
+            sees = sees & (positions[:, None] - positions < self.config["sliding_window"])
         weight = score.masked_fill(~sees, -torch.inf).softmax(-1)
         return linear((weight @ v).transpose(0, 1).reshape(len(x), -1), w["self_attn.o_proj.weight"])
 
@@ -118,6 +120,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle3 whole vocabulary": {"draft_ids": None},
     "eagle3 output of the target": {"draft_ids": DRAFT_IDS, "with_output": False},
     "eagle3 unsorted vocabulary": {"draft_ids": [*DRAFT_IDS[4:], *DRAFT_IDS[:4]]},
+    "eagle3 sliding window": {"draft_ids": DRAFT_IDS, "layer_types": ["sliding_attention"], "sliding_window": 3},
     "speculators": {"draft_ids": DRAFT_IDS, "prefix": "layers.0.", "norm_before_residual": True},
     "speculators norm before fc": {"draft_ids": DRAFT_IDS, "prefix": "layers.0.", "more_tensors": ("input_norm",)},
     "speculators eagle 3.1": {"draft_ids": DRAFT_IDS, "more_tensors": ("fc_norm",), "norm_output": True},
@@ -284,6 +287,9 @@ def test_token_ids_in_the_place_of_offsets_are_refused(tmp_path: Path) -> None:
         ({"speculators_model_type": "mlp"}, "speculators_model_type"),
         ({"num_hidden_layers": 2}, "num_hidden_layers"),
         ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"layer_types": ["linear_attention"]}, "layer_types: linear_attention"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_window: None"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 0}, "sliding_window: 0"),
     ],
 )
 def test_configurations_of_other_heads_are_refused(tmp_path: Path, change: dict[str, Any], match: str) -> None:

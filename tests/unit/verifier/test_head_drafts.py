@@ -82,7 +82,7 @@ def test_a_step_catches_up_if_it_reads_much_text_and_the_one_before_did_not(
 
 def test_the_head_reads_the_last_positions_of_a_long_stretch_without_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """States come one by one; however many there are, at most twice the window is kept, and the window is read."""
-    monkeypatch.setattr(head_drafts, "WINDOW", 4)
+    monkeypatch.setattr(head_drafts, "MOST_POSITIONS", 4)
     rng = np.random.default_rng(0)
     text = rng.integers(0, 5, 40).tolist()
     heads, fused = drafts(), []
@@ -97,3 +97,14 @@ def test_the_head_reads_the_last_positions_of_a_long_stretch_without_trees(monke
             (tree,) = heads.grow([Wanted(1, text[: end + 1], OPENING, NODES)])
             assert tree is not None
     assert fused == [4] * 5
+
+
+def test_a_head_with_a_window_reads_no_more_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TabularHead(TabularModel(5, max_slots=1), max_slots=4)
+    model.window, fused, fuse = 6, [], model.fuse
+    monkeypatch.setattr(model, "fuse", lambda states: fused.append(len(states)) or fuse(states))
+    heads, text = HeadDrafts(model, incarnation=1), [2] * 41
+    observe(heads, 1, 0, text[:-1])
+    (tree,) = heads.grow([Wanted(1, text, OPENING, NODES)])
+    assert tree is not None
+    assert fused == [6]
