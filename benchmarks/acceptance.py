@@ -36,7 +36,7 @@ from rootward.core.requests import DraftMode, DraftStrategy, Rule, Sampling
 from rootward.core.rng import Key, target_gumbel
 from rootward.core.tree import TokenTree
 from rootward.engine.loading import load_model
-from rootward.engine.sampling import processed
+from rootward.engine.sampling import distributions
 from rootward.engine.tokenizers import load_tokenizer
 from rootward.errors import ConfigurationError
 from rootward.host import ask_for_huge_pages
@@ -135,7 +135,7 @@ def grown(
     growing = [(one, [ROOT]) for one in trees]
     while growing:
         logits = draft.forward([(one.context, one.tree, nodes) for one, nodes in growing if nodes])[:, :vocabulary]
-        probs, ids = processed(logits, [sampling] * len(logits)).topk(num_atoms)
+        probs, ids = distributions(logits, [sampling] * len(logits)).topk(num_atoms)
         atoms, weights = quantise_top(ids.numpy(), probs.double().numpy())
         row = 0
         for one, nodes in growing:
@@ -173,7 +173,7 @@ class Round:
 def rounds_of(target: Slots, trees: Sequence[Grown], sampling: Sampling, vocabulary: int) -> list[Round]:
     """The trees with the target's rows at their inner nodes, from one target forward."""
     logits = target.forward([(one.context, one.tree, one.inner) for one in trees if one.inner])[:, :vocabulary]
-    probs = processed(logits, [sampling] * len(logits)).double().numpy()
+    probs = distributions(logits, [sampling] * len(logits)).double().numpy()
     target.release()
     found, row = [], 0
     for one in trees:

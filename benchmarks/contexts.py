@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rootward.core.requests import Sampling
-from rootward.engine.sampling import processed
+from rootward.engine.sampling import distributions
 from rootward.engine.verify import inverse_rows
 from rootward.errors import ConfigurationError
 from rootward.ports import LanguageModel, Rows
@@ -82,7 +82,7 @@ def prefill(model: LanguageModel, slots: Sequence[int], texts: Sequence[Sequence
 
 
 def _tokens(logits_CV: torch.Tensor, temperature: float, rng: np.random.Generator) -> list[int]:
-    probs = processed(logits_CV, [Sampling(temperature)] * len(logits_CV))
+    probs = distributions(logits_CV, [Sampling(temperature)] * len(logits_CV))
     tokens: list[int] = inverse_rows(probs, rng.random(len(logits_CV))).tolist()
     return tokens
 

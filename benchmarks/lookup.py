@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.results import command, markdown_row, markdown_table, save
 from rootward.core.living_tree import LivingTree
-from rootward.core.lookup import Recipe, Shape, Source, Successors, extend_tree, parse_recipe
+from rootward.core.lookup import Recipe, Source, Successors, extend_tree, parse_recipe
 from rootward.core.requests import DraftMode
 from rootward.errors import ConfigurationError
 from rootward.host import ask_for_huge_pages
@@ -45,14 +45,14 @@ class Replay:
         return self.tokens / self.rounds if self.rounds else 1.0
 
 
-def replayed(source: Source, prompt: Sequence[int], output: Sequence[int], shape: Shape) -> Replay:
+def replayed(source: Source, prompt: Sequence[int], output: Sequence[int], budget: int) -> Replay:
     """The rounds in which a source that has read the prompt would have drafted the output."""
     source.extend(prompt)
     rounds = nodes = at = 0
     while at < len(output):
-        tree = LivingTree(0, 0, vocab_size=ANY_TOKEN, node_cap=shape.node_cap)
-        nodes += extend_tree(tree, source, shape)
-        accepted = [node for node in tree.commit(output[at : at + shape.max_depth + 1]) if node is not None]
+        tree = LivingTree(0, 0, vocab_size=ANY_TOKEN, node_cap=budget)
+        nodes += extend_tree(tree, source, max_depth=MAX_DEPTH, topk=TOPK)
+        accepted = [node for node in tree.commit(output[at : at + MAX_DEPTH + 1]) if node is not None]
         run = output[at : at + len(accepted) + 1]
         source.extend(run)
         at, rounds = at + len(run), rounds + 1
@@ -68,8 +68,7 @@ def measure(
         for budget in budgets:
             memory, total = Successors(), Replay()
             for prompt, output in texts:
-                shape = Shape(budget, MAX_DEPTH, TOPK)
-                total += replayed(recipe.source(law, memory), prompt, output, shape)
+                total += replayed(recipe.source(law, memory), prompt, output, budget)
             rows.append(
                 {
                     "source": recipe.name,

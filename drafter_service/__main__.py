@@ -83,11 +83,10 @@ def build_lookup(recipe: Recipe, settings: DrafterSettings) -> DrafterService:
         raise ConfigurationError("cuda_graphs: a drafter without a model runs on no device; leave it out")
     if settings.target_tokenizer:
         raise ConfigurationError("target_tokenizer: a drafter without a model has no tokenizer; leave it out")
-    lookup: LookupGrower[Key] = LookupGrower(
+    lookup = LookupGrower(
         ModelInfo(recipe.name, 0, settings.max_model_len or LONGEST_TEXT),
         lambda message, shared: recipe.source(message.law, shared, message.prediction, message.num_prompt),
         incarnation=secrets.randbits(64),
-        group=lambda key: key[0],
     )
     return DrafterService(lookup, capacity=settings.max_num_seqs, agree=without_model, pool=settings.pool)
 

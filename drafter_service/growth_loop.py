@@ -62,7 +62,7 @@ UNFAIR = 2  # a verifier gives up a tree if it holds at least this many more tha
 Terms = tuple[ModelInfo, str]  # model as announced to this verifier; reason for a refusal ("": accepted)
 Agree = Callable[[Hello, ModelInfo], Terms]
 # All living trees of one drafter, called on one thread. `level` does a bounded piece of work, so that no commit is applied late.
-Trees: TypeAlias = "Grower[Key] | LookupGrower[Key]"
+Trees: TypeAlias = "Grower[Key] | LookupGrower"
 
 
 class DrafterService:

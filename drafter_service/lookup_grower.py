@@ -8,28 +8,25 @@ matching as it is, ratio tests under one-hot draft distributions. Draws of i.i.d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import numpy as np
 
+from drafter_service.metrics import Key
 from rootward.core.frames import Commit, Grow, NeedSync, Open, OpenFeatures, Reject, prefix_hash
 from rootward.core.growth import BestFirst, strategy_of
 from rootward.core.living_tree import Fit, LivingTree
-from rootward.core.lookup import Memories, Shape, Source, Successors, extend_tree
+from rootward.core.lookup import Memories, Source, Successors, extend_tree
 from rootward.core.requests import DraftMode
 from rootward.demand import DrafterDemand
 from rootward.ports import ModelInfo
 
-K = TypeVar("K")  # key of a tree: a stream and a slot on it
-
 MAX_NODES = 1024  # of a tree, whatever a verifier asks for
 CHUNK = 4096  # tokens of a text that its source reads in a level
-LEAST_SCORE = 0.02  # of a path
 TREES_PER_LEVEL = 8  # bounds the time that commits wait: a tree takes well below a millisecond
 
-Sources = Callable[[Open, Successors], Source]  # (message, memory of its group) → source of a new text
+Sources = Callable[[Open, Successors], Source]  # (message, memory that it shares) → source of a new text
 
 
 @dataclass(slots=True, eq=False)
@@ -39,16 +36,17 @@ class LookupTree:
     slot: int
     tree: LivingTree
     source: Source
-    shape: Shape
+    max_depth: int
+    topk: int
     pending: list[int]
     arrived_s: float
     at_rest: bool = False
 
 
-class LookupGrower(Generic[K]):
+class LookupGrower:
     """Trees by key. info.max_positions: longest text that is accepted; a text takes about 0.6 kB of memory per token.
 
-    group: group of a key; texts of one group, tenant and cache salt share a memory, so all of a group must have one vocabulary.
+    Texts of one stream, tenant and cache salt share a memory: all texts of a stream have one vocabulary.
     """
 
     modes: tuple[DraftMode, ...] = tuple(mode for mode in DraftMode if mode is not DraftMode.IID)
@@ -59,38 +57,35 @@ class LookupGrower(Generic[K]):
         sources: Sources,
         *,
         incarnation: int,
-        group: Callable[[K], Hashable],
     ) -> None:
         self.info, self.incarnation = info, incarnation
         self.demand = DrafterDemand(rows=0)  # looking up asks for no rows of a draft forward
-        self.trees: dict[K, LookupTree] = {}
-        self._sources, self._memories, self._group = sources, Memories(), group
+        self.trees: dict[Key, LookupTree] = {}
+        self._sources, self._memories = sources, Memories()
 
     # -- messages of a verifier ---------------------------------------------------------------------------------------
 
-    def open(self, key: K, message: Open) -> Reject | None:
+    def open(self, key: Key, message: Open) -> Reject | None:
         """Start a tree. Returns a Reject if it is refused."""
         if fault := self.fault(key, message):
             return Reject(message.slot, fault)
-        cap = message.caps[0]
         tree = LivingTree(
             len(message.prefix),
             prefix_hash(message.prefix),
             vocab_size=1 << 32,
-            node_cap=cap,
+            node_cap=message.caps[0],
             eos_ids=message.eos_ids,
             restarts=strategy_of(message.strategy, message.law, BestFirst()).restarts,
         )
         tree.root.token = message.prefix[-1]
         chain = message.strategy.name == "chain"
         depth, topk = (message.strategy.numbers[0], 1) if chain else (message.max_depth, message.topk)
-        shape = Shape(cap, depth, topk, LEAST_SCORE)
-        shared = self._group(key), message.tenant, message.cache_salt
+        shared = key[0], message.tenant, message.cache_salt
         source = self._sources(message, self._memories.of(shared))
-        self.trees[key] = LookupTree(message.slot, tree, source, shape, list(message.prefix), time.monotonic())
+        self.trees[key] = LookupTree(message.slot, tree, source, depth, topk, list(message.prefix), time.monotonic())
         return None
 
-    def fault(self, key: K, message: Open) -> str:
+    def fault(self, key: Key, message: Open) -> str:
         """Why the message is refused, whatever room there is; "" if it is valid."""
         if key in self.trees:
             return "slot is open already; use a new number"
@@ -103,11 +98,11 @@ class LookupGrower(Generic[K]):
             )
         return ""
 
-    def add_features(self, key: K, message: OpenFeatures) -> Reject:
+    def add_features(self, key: Key, message: OpenFeatures) -> Reject:
         """Features are for draft heads."""
         return Reject(message.slot, "features: this drafter takes none; send them where the HelloAck names a head")
 
-    def commit(self, key: K, message: Commit) -> list[Grow | NeedSync]:
+    def commit(self, key: Key, message: Commit) -> list[Grow | NeedSync]:
         """Append committed tokens. Returns a NeedSync if they do not continue the text that is held."""
         growing = self.trees.get(key)
         if growing is None:
@@ -121,7 +116,7 @@ class LookupGrower(Generic[K]):
             growing.at_rest, growing.arrived_s = False, time.monotonic()
         return []
 
-    def close(self, key: K) -> None:
+    def close(self, key: Key) -> None:
         self.trees.pop(key, None)
 
     # -- growth -------------------------------------------------------------------------------------------------------
@@ -130,7 +125,7 @@ class LookupGrower(Generic[K]):
     def idle(self) -> bool:
         return all(growing.at_rest for growing in self.trees.values())
 
-    def level(self) -> list[tuple[K, Grow]]:
+    def level(self) -> list[tuple[Key, Grow]]:
         """Grow the trees that have waited longest. Returns their frames."""
         waiting = [(key, growing) for key, growing in self.trees.items() if not growing.at_rest]
         waiting.sort(key=lambda item: item[1].arrived_s)
@@ -147,7 +142,7 @@ class LookupGrower(Generic[K]):
             return None
         tree = growing.tree
         first = tree.next_id
-        extend_tree(tree, growing.source, growing.shape)
+        extend_tree(tree, growing.source, max_depth=growing.max_depth, topk=growing.topk)
         growing.at_rest = True
         records = [tree.nodes[node] for node in range(first, tree.next_id)]
         return Grow(

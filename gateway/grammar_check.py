@@ -27,7 +27,7 @@ from typing import Any
 import structlog
 
 from rootward.core.requests import Form, Structure
-from rootward.errors import InvalidGrammar, InvalidRequest
+from rootward.errors import InvalidGrammar, InvalidRequest, Unavailable
 
 log = structlog.get_logger()
 
@@ -37,6 +37,7 @@ MAX_RULES = 512  # of a Lark grammar
 STACK_BYTES = 2 << 20  # the thread that compiles at a verifier has 8 MiB
 MEMORY_BYTES = 2 << 30  # address space of the child
 COMPILE_S = 5.0
+RETRY_S = 1.0  # after which a client may ask again when the child did not start
 START_S = 30.0  # for the child to import its libraries and to read the vocabulary
 MAX_REMEMBERED = 1024  # forms
 MAX_ANSWER = 1 << 20  # bytes
@@ -52,7 +53,7 @@ class GrammarCheck:
         self._fixes: dict[bytes, str | None] = {}  # of forms that were checked; None: the form compiles
 
     async def check(self, wanted: Structure, *, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
-        """InvalidGrammar for a form that does not compile within the limits."""
+        """InvalidGrammar for a form that does not compile within the limits. Unavailable if the child does not start."""
         fix = beyond_limits(wanted)
         if fix is None and self._tokenizer and eos_ids:  # otherwise verifiers refuse forms without compiling them
             vocabulary = {"tokenizer": self._tokenizer, "vocab_size": vocab_size, "eos_ids": eos_ids}
@@ -102,10 +103,16 @@ class GrammarCheck:
         if child is not None and child.stdin is not None and not child.stdin.is_closing():
             return child  # checked by its pipe, since the end of a pipe is known before the end of its process
         try:
-            return await self._started(vocabulary)
-        except (ConnectionError, EOFError) as error:
-            log.warning("grammar_check_ended_early", error=type(error).__name__)
-            return await self._started(vocabulary)
+            try:
+                return await self._started(vocabulary)
+            except (ConnectionError, EOFError) as error:
+                log.warning("grammar_check_ended_early", error=type(error).__name__)
+                return await self._started(vocabulary)
+        except (TimeoutError, OSError, EOFError) as error:  # no fault of the form, which is not remembered
+            log.error("grammar_check_does_not_start", error=type(error).__name__)
+            raise Unavailable(
+                "the compiler of output forms does not start; try again", retry_after_s=RETRY_S
+            ) from error
 
     async def _started(self, vocabulary: Mapping[str, object]) -> Process:
         await self.close()

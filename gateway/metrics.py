@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from functools import partial
 
 from prometheus_client import CollectorRegistry
@@ -29,21 +28,13 @@ GAUGES = {
 }
 
 
-@dataclass(slots=True)
-class Delivered:
-    """Totals since the start, of tokens that clients were sent. Every round ends with one bonus token."""
-
-    num_requests: int = 0
-    num_tokens: int = 0
-    num_rounds: int = 0
-
-
 class Metrics:
     """One registry per gateway, so that several can live in one process."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
-        self.delivered = Delivered()
+        # Totals since the start, of tokens that clients were sent. Every round ends with one bonus token.
+        self.num_requests = self.num_tokens = self.num_rounds = 0
         counter, histogram = partial(metrics.counter, registry), partial(metrics.histogram, registry)
         self.success = counter("request_success", "Generations that ended.", "finished_reason")
         self.refused = counter("requests_refused", "Requests that failed, by cause.", "reason")
@@ -97,8 +88,8 @@ class RequestMetrics:
                 self._metrics.itl.observe((now - self._last) / len(delta.spans))
             self._last = now
             self._metrics.generated.inc(len(delta.spans))
-            self._metrics.delivered.num_tokens += len(delta.spans)
-            self._metrics.delivered.num_rounds += sum(not span.accepted for span in delta.spans)
+            self._metrics.num_tokens += len(delta.spans)
+            self._metrics.num_rounds += sum(not span.accepted for span in delta.spans)
         if delta.ending is not None:
             self._ended(delta.ending)
 
@@ -128,7 +119,7 @@ class RequestMetrics:
         own.success.labels(ending.reason.value).inc()
         own.prompt.inc(usage.prompt_tokens)
         own.cached.inc(usage.cached_tokens)
-        own.delivered.num_requests += 1
+        own.num_requests += 1
         own.prompt_size.observe(usage.prompt_tokens)
         own.output_size.observe(usage.completion_tokens)
         own.e2e.observe(timing.total_ms / 1000)

@@ -64,15 +64,15 @@ class Models:
     def load(self) -> Load:
         """The load of all models together."""
         each = [service.admission for service in self]
-        delivered = [service.metrics.delivered for service in self]
+        metrics = [service.metrics for service in self]
         return Load(
             num_running=sum(admission.num_running for admission in each),
             num_waiting=sum(admission.num_waiting for admission in each),
             max_sessions=sum(admission.max_num_seqs for admission in each),
             draining=all(admission.draining for admission in each),
-            num_requests=sum(of.num_requests for of in delivered),
-            num_tokens=sum(of.num_tokens for of in delivered),
-            num_rounds=sum(of.num_rounds for of in delivered),
+            num_requests=sum(of.num_requests for of in metrics),
+            num_tokens=sum(of.num_tokens for of in metrics),
+            num_rounds=sum(of.num_rounds for of in metrics),
             uptime_s=next(iter(self)).uptime_s,
             verifiers=tuple(verifier_load(upstream) for service in self for upstream in service.upstreams),
         )

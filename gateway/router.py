@@ -336,12 +336,6 @@ class Upstreams:
                         await self._poll_now.wait()
                 self._poll_now.clear()
 
-    async def poll(self) -> None:
-        """Ask every verifier for its state once."""
-        async with asyncio.TaskGroup() as group:
-            for upstream in self:
-                group.create_task(self._ask(upstream))
-
     async def _ask(self, upstream: Upstream) -> None:
         try:
             async with asyncio.timeout(POLL_TIMEOUT_S):

@@ -332,23 +332,18 @@ class StructuredOutputs(Body):
 
     @property
     def structure(self) -> Structure:
-        with refusing():
-            return self._structure()
-
-    def _structure(self) -> Structure:
-        if isinstance(self.json_, str):
-            return Structure(Form.JSON_SCHEMA, self.json_)
-        if self.json_ is not None:
-            with bounded_depth("structured_outputs.json"):
-                return Structure(Form.JSON_SCHEMA, json.dumps(self.json_, ensure_ascii=False))
-        if self.regex is not None:
-            return Structure(Form.REGEX, self.regex)
-        if self.grammar is not None:
-            return Structure(Form.GRAMMAR, self.grammar)
-        if self.choice is not None:
-            texts = (json.dumps(text, ensure_ascii=False) for text in self.choice)
-            return Structure(Form.GRAMMAR, "start: " + " | ".join(texts))
-        return Structure(Form.JSON_OBJECT)
+        with refusing(), bounded_depth("structured_outputs.json"):
+            if self.json_ is not None:
+                text = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_, ensure_ascii=False)
+                return Structure(Form.JSON_SCHEMA, text)
+            if self.regex is not None:
+                return Structure(Form.REGEX, self.regex)
+            if self.grammar is not None:
+                return Structure(Form.GRAMMAR, self.grammar)
+            if self.choice is not None:
+                texts = (json.dumps(text, ensure_ascii=False) for text in self.choice)
+                return Structure(Form.GRAMMAR, "start: " + " | ".join(texts))
+            return Structure(Form.JSON_OBJECT)
 
 
 FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]

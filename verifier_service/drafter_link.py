@@ -152,9 +152,7 @@ class Link:
             chain=message.strategy.name == "chain",
         )
         shared = message.bonus_key is not None
-        draft = Draft(
-            self, slot, tree, shared, drafter=self.name, pool=self.pool, opened_s=time.monotonic(), pace=self.pace
-        )
+        draft = Draft(self, slot, tree, shared, pool=self.pool, opened_s=time.monotonic())
         draft.unanswered_since_s, draft.wanted = self.stall_clock.now(), message.node_budget or node_cap
         self.drafts[slot] = draft
         self.send_buffer.open(message, self._features(session, len(message.prefix)))
@@ -181,7 +179,7 @@ class Link:
             ahead_cap=ahead,
             bonus_key=session.key.bonus() if session.draft_mode.ratio and ahead > 0 and trusted else None,
             prediction=request.prediction,
-            tenant=number_of(session.tenant) if session.tenant else 0,
+            tenant=number_of(request.tenant) if request.tenant else 0,
             cache_salt=number_of(request.cache_salt) if request.cache_salt else 0,
             traceparent=traceparent_of(session.span),
             node_budget=None if session.required else session.statistics.usual_nodes or None,
@@ -211,7 +209,7 @@ class Link:
             self.send_buffer.close(draft.slot, reason)
             if not self.drafts:  # without trees it sends no answers
                 self.unanswered_since_s = None
-        draft.link = None
+        draft.closed = True
 
     def orphan(self, slot: int, reason: str) -> Draft | None:
         """Close a tree; its nodes are verified once more. Returns its draft, None if the slot is closed already."""

@@ -167,7 +167,7 @@ class DrafterPool:
                 continue
             if not any(link.room for link in self.links):
                 return
-            name = best_drafter([link.view() for link in self.links if _accepts(session, link)], unfit=session.unfit)
+            name = best_drafter([link.view() for link in self.links if _accepts(session, link)])
             if name is not None:
                 session.draft = self._open(session, name)
 
@@ -191,11 +191,10 @@ class DrafterPool:
                 s
                 for s in movable
                 if s.draft is not None
-                and s.draft.drafter == move.source
-                and s.draft.link is not None
+                and s.draft.link.name == move.source
+                and not s.draft.closed
                 and s.tokens_left >= MIN_TOKENS_LEFT
                 and now_s - s.draft.opened_s >= min_age_s
-                and move.target not in s.unfit
                 and _accepts(s, self._named(move.target))
             ]
             if fitting:
@@ -209,8 +208,8 @@ class DrafterPool:
         """Count a miss for each new drafter of a move that is overdue. No round waits for its tree, so rounds cannot count it."""
         for session in sessions:
             draft = session.next_draft
-            if draft is not None and (link := draft.link) is not None and link.overdue(draft.unanswered_since_s):
-                link.record_round(draft, missed=True)
+            if draft is not None and not draft.closed and draft.link.overdue(draft.unanswered_since_s):
+                draft.link.record_round(draft, missed=True)
 
     def _open(self, session: Session, name: str) -> Draft:
         link = self._named(name)
@@ -225,30 +224,30 @@ class DrafterPool:
 
         budget: most nodes of the next round, given the tree after the commit."""
         draft, next_draft = self._connected(session, session.draft), self._connected(session, session.next_draft)
-        if draft is not None and draft.link is not None and next_draft is not None and next_draft.has_growth:
+        if draft is not None and next_draft is not None and next_draft.has_growth:
             draft.link.close(draft, "moved")
             draft = None
         if draft is None:
             draft, next_draft = next_draft, None
         for one in (draft, next_draft):
-            if one is not None and one.link is not None:
+            if one is not None:
                 one.link.commit(session, one, tokens, budget)
         session.draft, session.next_draft = draft, next_draft
 
     @staticmethod
     def _connected(session: Session, draft: Draft | None) -> Draft | None:
         """The draft unless its drafter is gone. A drafter that has refused the session for good is not asked again."""
-        if draft is None or draft.link is not None:
+        if draft is None or not draft.closed:
             return draft
         if draft.refused:
-            session.unfit.add(draft.drafter)
+            session.unfit.add(draft.link.name)
         return None
 
     def close(self, session: Session, reason: str) -> None:
         """Close the trees of a session that has ended or takes no drafts for now."""
         for draft in (session.draft, session.next_draft):
-            if draft is not None and (link := draft.link) is not None:
-                link.close(draft, reason)
+            if draft is not None:
+                draft.link.close(draft, reason)
         session.draft = session.next_draft = None
 
     def record_round(self, session: Session, *, missed: bool, num_nodes: int, tokens: int) -> None:
@@ -256,7 +255,7 @@ class DrafterPool:
 
         missed: it ran without the tree that it wanted; num_nodes: nodes of the drafter that it verified; tokens: that it committed."""
         draft, current = session.draft, session.round
-        if draft is not None and draft.link is not None and (missed or num_nodes):
+        if draft is not None and not draft.closed and (missed or num_nodes):
             draft.link.record_round(draft, missed=missed, tokens=tokens)
         if not session.drafts:
             return
@@ -271,9 +270,10 @@ class DrafterPool:
             link.flush()
 
     def _pool_of(self, session: Session) -> str:
-        link = session.draft.link if session.draft is not None else None
-        wish = session.request.speculation.drafter
-        return link.pool if link is not None else wish if wish in self.demand else next(iter(self.demand))
+        draft, wish = session.draft, session.request.speculation.drafter
+        if draft is not None and not draft.closed:
+            return draft.link.pool
+        return wish if wish in self.demand else next(iter(self.demand))
 
 
 async def _run(link: Link, dialled: AbstractAsyncContextManager[Drafter]) -> None:
@@ -289,9 +289,11 @@ def _accepts(session: Session, link: Link) -> bool:
 
 
 def _fits(session: Session, link: Link) -> bool:
-    """Whether the drafter may serve the session: the request does not name another pool, and the drafter supports its draft mode."""
+    """Whether the drafter may serve the session: it has not refused it for good, the request does not name another pool, and the drafter
+    supports its draft mode."""
     return (
-        session.request.speculation.drafter in ("", link.pool)
+        link.name not in session.unfit
+        and session.request.speculation.drafter in ("", link.pool)
         and session.uses_drafters
         and link.supports(session.draft_mode)
     )

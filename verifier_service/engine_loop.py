@@ -164,7 +164,7 @@ class EngineLoop:
             waited_s=now_s - session.round.committed_s,
             patience_s=self.rounds.patience_s(session),
             max_nodes=session.round.max_nodes or 0,
-            rank=(session.priority, session.number),
+            rank=(session.request.priority, session.number),
             room=room,
             blocks=blocks,
             local=local.num_nodes if local is not None and not session.prefill_left else 0,
@@ -228,15 +228,13 @@ class EngineLoop:
         assert session.kv_slot is not None
         session.on(Event.LAUNCH)
         request = session.request
-        snapshot = session.draft.tree.snapshot(max_nodes) if max_nodes and session.draft is not None else None
+        draft = session.draft if max_nodes else None  # None: no node of a drafter is verified
+        snapshot = None if draft is None else draft.tree.snapshot(max_nodes)
         fill = tuple(session.tokens[session.fed : -1])
         if fill:
             self.rounds.start_round_timer(session)
         self.rounds.on_launch(session, len(snapshot.ids) - 1 if snapshot is not None else 0)
-        verified, drafter = self.local.launch(session, snapshot), ""
-        wanted = self.local.wanted(session)
-        if session.draft is not None and verified is not None and verified is snapshot:
-            drafter = session.draft.drafter
+        verified, wanted = self.local.launch(session, snapshot), self.local.wanted(session)
         return Round(
             kv_slot=session.kv_slot,
             root=session.tokens[-1],
@@ -249,10 +247,10 @@ class EngineLoop:
             prefix=session.prefix,
             logprobs=request.logprobs,
             shared=session.shared,
-            drafter=drafter,
+            drafter="" if draft is None else draft.link.name,
             fill=fill,
             num_successors=self.local.num_successors(session, self.rounds.load),
-            copies=session.draft_mode is DraftMode.IID and (verified is snapshot is not None or wanted is not None),
+            copies=session.draft_mode is DraftMode.IID and (snapshot is not None or wanted is not None),
             wanted=wanted,
             session=number,
             wants_features=self._features_of(session) is not None,
@@ -264,7 +262,7 @@ class EngineLoop:
         This includes rounds without a node of it: a drafter that knows what they would draw could keep its nodes back where that suits it.
         If it was told the noise of bonus tokens, it could also leave where that suits it, so the session is matched to its end."""
         drafts = [draft for draft in (session.draft, session.next_draft) if draft is not None]
-        doubtful = [draft for draft in drafts if not self.audit.trusts(draft.drafter, draft.pool)]
+        doubtful = [draft for draft in drafts if not self.audit.trusts(draft.link.name, draft.pool)]
         session.matched = session.matched or any(draft.shared for draft in doubtful)
         return Rule.MATCH if session.matched or session.draft in doubtful else session.rule
 

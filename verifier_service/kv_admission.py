@@ -2,7 +2,7 @@
 
 Admission     checks requests, fences their epochs, bounds the queue
 WaitingQueue  sessions without a slot: by priority, preempted ones first, then tenants in turn
-Slots         sessions with a slot; those that wait for one; preempted ones; the KV blocks that they hold and want
+Slots         sessions with a slot, and those that wait for one; the KV blocks that they hold and want
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Slots:
         self.running: dict[int, Session] = {}
         self.num_preemptions = self.num_asked = self.num_cached = 0  # the latter in tokens, by the prefix cache
         self.waiting = WaitingQueue()
-        self._away: dict[int, Session] = {}  # preempted ones: they wait, and may still hold a tree at a drafter
 
     def gauges(self) -> dict[str, float]:
         """Values of the metrics with these names."""
@@ -50,7 +49,7 @@ class Slots:
         """Give slots to waiting sessions in the order of the queue, while slots and blocks suffice. Returns them. A session for which there
         is no room is not overtaken.
 
-        failed: called with a session that the model refused, and the error; other sessions go on.
+        failed: called with a session that the model refused, and the error; it ends that session, and others go on.
         """
         entered = []
         while (
@@ -58,13 +57,12 @@ class Slots:
             and (session := self.waiting.head(self.running.values())) is not None
             and self.admits(session)
         ):
-            self.waiting.pop(session)
             try:
                 kv_slot = self.model.open(session.tokens, salt=session.salt)
             except Exception as error:
-                failed(session, error)  # a preempted one stays in `_away` until `release_done`: it may hold a tree
+                failed(session, error)
                 continue
-            self._away.pop(session.number, None)
+            self.waiting.pop(session)
             # From a text with the same prefix, or from its own before it was preempted.
             num_cached = self.model.length(kv_slot)
             session.take_slot(kv_slot, num_cached)
@@ -82,17 +80,12 @@ class Slots:
             session.on(Event.PREEMPT)
             if session.local is not None:
                 session.local.drop()  # planned before the prefill that it needs now
-            self._away[number] = session
-            self.waiting.push(session, preempted=True)
+            self.waiting.push(session)
             self.num_preemptions += 1
 
     def release_done(self) -> list[Session]:
-        """Free the slots of ended sessions. Returns these and the preempted sessions that have ended."""
-        ended = [self._leave(s.number) for s in list(self.running.values()) if s.done]
-        gone = [s for s in self._away.values() if s.done]
-        for session in gone:
-            del self._away[session.number]
-        return ended + gone
+        """Free the slots of ended sessions. Returns these and those that have ended while they waited: a preempted one may hold a tree."""
+        return [self._leave(s.number) for s in list(self.running.values()) if s.done] + self.waiting.remove_done()
 
     def _leave(self, number: int) -> Session:
         session = self.running.pop(number)
@@ -191,11 +184,10 @@ class Admission:
 class WaitingQueue:
     """Sessions that wait for a slot. The next one has the lowest priority value; of equal ones, preempted sessions come first, by arrival;
     then sessions of the tenant with the fewest running ones, then of the tenant that was served longest ago, then by arrival.
-    Ended sessions are skipped and not counted."""
+    Ended sessions are skipped and not counted until `remove_done`."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, Session] = {}  # by number
-        self._preempted: set[int] = set()
         self._served: dict[str, int] = {}  # by tenant that waits: number of the slot that it got last
         self._num_served = 0
 
@@ -205,34 +197,32 @@ class WaitingQueue:
     @property
     def num_fresh(self) -> int:
         """Sessions that have never had a slot; the limit of the queue applies to them."""
-        return sum(not one.done for number, one in self._waiting.items() if number not in self._preempted)
+        return sum(not one.done and not one.has_run for one in self._waiting.values())
 
-    def push(self, one: Session, *, preempted: bool = False) -> None:
+    def push(self, one: Session) -> None:
         self._waiting[one.number] = one
-        if preempted:
-            self._preempted.add(one.number)
 
-    def discard(self, one: Session) -> None:
-        """Remove a session."""
-        self._waiting.pop(one.number, None)
-        self._preempted.discard(one.number)
+    def remove_done(self) -> list[Session]:
+        """Remove the ended sessions. Returns them."""
+        return [self._waiting.pop(one.number) for one in list(self._waiting.values()) if one.done]
 
     def head(self, running: Iterable[Session] = ()) -> Session | None:
         """The next session; `running` have slots. None: none waits."""
-        held = Counter(one.tenant for one in running)
+        held = Counter(one.request.tenant for one in running)
 
         def order(one: Session) -> tuple[int, ...]:
-            if one.number in self._preempted:
-                return one.priority, 0, one.number
-            return one.priority, 1, held[one.tenant], self._served.get(one.tenant, 0), one.number
+            priority, tenant = one.request.priority, one.request.tenant
+            if one.has_run:
+                return priority, 0, one.number
+            return priority, 1, held[tenant], self._served.get(tenant, 0), one.number
 
         return min((one for one in self._waiting.values() if not one.done), key=order, default=None)
 
     def pop(self, one: Session) -> None:
         """Remove a session that gets a slot."""
-        self.discard(one)
+        del self._waiting[one.number]
         self._num_served += 1
-        tenants = {other.tenant for other in self._waiting.values()}
+        tenants = {other.request.tenant for other in self._waiting.values()}
         self._served = {name: at for name, at in self._served.items() if name in tenants}
-        if one.tenant in tenants:
-            self._served[one.tenant] = self._num_served
+        if one.request.tenant in tenants:
+            self._served[one.request.tenant] = self._num_served

@@ -20,7 +20,6 @@ from rootward.core.lookup import (
     Merged,
     Recipe,
     Recycling,
-    Shape,
     Source,
     extend_tree,
 )
@@ -201,7 +200,7 @@ class LocalDrafts:
             return None
         tree = LivingTree(len(tokens), 0, vocab_size=self._vocab_size, node_cap=local.cap, eos_ids=session.stop_ids)
         tree.root.token = tokens[-1]
-        found = extend_tree(tree, source, Shape(local.cap, limits.max_depth, limits.topk, LEAST_SCORE))
+        found = extend_tree(tree, source, max_depth=limits.max_depth, topk=limits.topk, least_score=LEAST_SCORE)
         return tree.snapshot(found) if found else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 CROWDED_SHARE = 0.5  # sessions leave a drafter from this share of its capacity on,
@@ -54,12 +54,12 @@ class Move:
     urgent: bool = False  # the source drafter leaves
 
 
-def best_drafter(views: Sequence[DrafterView], *, unfit: Collection[str] = ()) -> str | None:
-    """The drafter with the largest free share × tokens per round ÷ latency; None if none has room. unfit: names to exclude.
+def best_drafter(views: Sequence[DrafterView]) -> str | None:
+    """The drafter with the largest free share × tokens per round ÷ latency; None if none has room.
 
     Unknown values are assumed to equal the best known ones, so that new drafters are tried.
     """
-    candidates = [v for v in views if v.room > 0 and v.name not in unfit]
+    candidates = [v for v in views if v.room > 0]
     gain = max((v.gain for v in candidates), default=0.0) or 1.0
     quickest_s = min((v.latency_s for v in candidates if v.latency_s > 0), default=1.0)
 

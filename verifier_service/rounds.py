@@ -104,10 +104,10 @@ class Rounds:
     def due(self, session: Session, now_s: float) -> tuple[float, float]:
         """`due_s` and `late_s` of its `SessionView`, by the pace of its drafter."""
         draft, target_nodes = session.draft, session.round.target_nodes
-        if draft is None or not draft.rerooted_s or not draft.pace.first_s or len(draft.tree) >= target_nodes:
+        if draft is None or not draft.rerooted_s or not draft.link.pace.first_s or len(draft.tree) >= target_nodes:
             return 0.0, 0.0
-        node_s = draft.pace.node_s(target_nodes)
-        last_s = draft.last_growth_s if draft.has_current_growth else draft.rerooted_s + draft.pace.first_s - node_s
+        first_s, node_s = draft.link.pace.first_s, draft.link.pace.node_s(target_nodes)
+        last_s = draft.last_growth_s if draft.has_current_growth else draft.rerooted_s + first_s - node_s
         takes_s = last_s + node_s * (target_nodes - len(draft.tree)) - draft.rerooted_s
         since_s = now_s - draft.rerooted_s
         return takes_s - since_s, max(0.0, LATE * takes_s - since_s)
@@ -129,7 +129,7 @@ class Rounds:
         tokens = session.statistics.tokens(target_nodes)
         verify_s = self.controller.step_time.seconds(self.load * (target_nodes + 1)) or self.settings.draft_wait_s
         kept = 0 if draft.has_current_growth else min(len(draft.tree), target_nodes)
-        due = {"next_s": draft.pace.first_s, "node_s": draft.pace.node_s(target_nodes)}
+        due = {"next_s": draft.link.pace.first_s, "node_s": draft.link.pace.node_s(target_nodes)}
         return launch_time(kept, since_s if kept else 0.0, tokens=tokens, verify_s=verify_s, **due)
 
     def start_round_timer(self, session: Session) -> None:

@@ -195,7 +195,6 @@ class VerifierService:
         finally:
             session.end()  # the loop frees it between steps
             self.admission.forget(session)
-            self.slots.waiting.discard(session)
             self._wake.set()
 
     async def _matcher(self, request: VerifierRequest, deadline_s: float | None) -> TreeMatcher | None:

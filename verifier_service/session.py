@@ -40,7 +40,6 @@ from rootward.engine.grammar import TreeMatcher
 from rootward.engine.processors import History, Prefix
 from rootward.errors import DeadlineExceeded, InvalidRequest, NotFound, ServiceError
 from rootward.tracing import INVALID_SPAN, Span
-from verifier_service.draft_pace import DraftPace
 from verifier_service.settings import Shape
 from verifier_service.speculation import Statistics
 
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
     from verifier_service.local_drafts import LocalDraft
 
 CHAIN_LENGTH, COPIES = 4, (2, 2, 2)  # of the trees for a rule that only they can be verified by
-MATCHED = (DraftMode.TOP_K, DraftMode.COUPLED)  # trees that only the target's own tokens may decide
 
 
 class State(Enum):
@@ -85,16 +83,16 @@ TRANSITIONS = {
 class Draft:
     """The session's tree at a drafter.
 
-    link                 the stream to the drafter; None: the drafter is gone. The nodes that have arrived are verified once, because
-                         to drop them now would depend on their values; then the draft is dropped
+    link                 the stream to the drafter
+    closed               the drafter is gone. The nodes that have arrived are verified once, because to drop them now would depend on
+                         their values; then the draft is dropped
     shared               the drafter knows the noise of the bonus tokens
+    pool                 of the drafter when the tree was opened: it may name another one when it comes back
     at_rest              the drafter sends no more nodes before the next commit
     has_growth           growth has arrived; before, the drafter reads the prompt and no round waits
-    drafter, pool        names
     refused              for good: the context or the vocabulary of the drafter does not fit
     unanswered_since_s   on the `stall_clock` of the link: time of the oldest message that growth must answer; None: none
     misses               rounds without this tree since that time
-    pace                 of the drafter
     wanted               nodes that the drafter was asked for; 0: as many as the tree was opened with
     rerooted_s           time of the last commit
     last_growth_s        time of the last growth that a round could verify
@@ -102,19 +100,18 @@ class Draft:
     queued_s             time that the growth of this round waited in the drafter's queue
     """
 
-    link: Link | None
+    link: Link
     slot: int
     tree: LivingTree
     shared: bool = False
+    pool: str = ""
+    closed: bool = False
     at_rest: bool = False
     has_growth: bool = False
-    drafter: str = ""
-    pool: str = ""
     refused: bool = False
     opened_s: float = 0.0
     unanswered_since_s: float | None = None
     misses: int = 0
-    pace: DraftPace = field(default_factory=DraftPace)
     wanted: int = 0
     rerooted_s: float = 0.0
     last_growth_s: float = 0.0
@@ -218,6 +215,11 @@ class Session:
     def done(self) -> bool:
         return self.state is State.FINISHED
 
+    @property
+    def has_run(self) -> bool:
+        """It has had a KV slot; without one now it was preempted."""
+        return self.num_cached is not None
+
     def end(self) -> None:
         """It takes part in no further step; what it holds is freed before the next one."""
         if not self.done:
@@ -236,19 +238,11 @@ class Session:
         return Key(self.request.seed ^ own, self.request.choice)
 
     @property
-    def priority(self) -> int:
-        """Lower runs earlier and is preempted later."""
-        return self.request.priority
-
-    @property
-    def tenant(self) -> str:
-        return self.request.tenant
-
-    @property
     def salt(self) -> str:
         """Of its cached prefixes. Log-probabilities of a prompt need its forward, so such a text begins like no other."""
         own = str(self.number) if self.request.prompt_logprobs is not None else ""
-        return repr((self.tenant, self.request.cache_salt, own))  # always: a tenant may be called like such a text
+        # Always: a tenant may be called like such a text.
+        return repr((self.request.tenant, self.request.cache_salt, own))
 
     @property
     def shared(self) -> bool:
@@ -423,11 +417,11 @@ def _rule_and_mode(
     if wish.rule is not None:
         check_rule(strategy, mode or DraftMode.SAMPLED, wish.rule)
     if request.sampling.greedy:
-        return Rule.MATCH, mode if mode in MATCHED else DraftMode.TOP_K
+        return Rule.MATCH, mode if mode is not None and not mode.ratio else DraftMode.TOP_K
     if wish.rule is Rule.MATCH:
         return Rule.MATCH, mode if mode is not None and (wish.law or not mode.ratio) else DraftMode.COUPLED
-    mode = mode or (DraftMode.SAMPLED if default_mode in MATCHED and wish.rule is not None else default_mode)
-    if mode in MATCHED and wish.rule is None:
+    mode = mode or (DraftMode.SAMPLED if not default_mode.ratio and wish.rule is not None else default_mode)
+    if not mode.ratio and wish.rule is None:
         return Rule.MATCH, mode
     return wish.rule or (Rule.MULTI_STEP if mode is DraftMode.IID else Rule.TRAVERSAL), mode
 

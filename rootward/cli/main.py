@@ -117,7 +117,10 @@ def exit_code(error: Exception) -> int:
 
 def _one_line(error: Exception) -> str:
     if hasattr(error, "format_message"):  # a wrong command line
-        return " ".join(str(error.format_message()).split()).rstrip(".") + "; see rootward --help"
+        text = " ".join(str(error.format_message()).split()).rstrip(".") or "a command is missing"
+        context = getattr(error, "ctx", None)  # its path begins with the name of the program
+        names = context.command_path.removeprefix(context.find_root().command_path) if context else ""
+        return f"{text}; see rootward{names} --help"
     if isinstance(error, errors.APIConnectionError) and not isinstance(error, errors.APITimeoutError):
         return f"url: {error}; start a server with 'rootward serve all', or name a running one with --url"
     text = " ".join(str(error).split())

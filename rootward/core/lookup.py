@@ -6,7 +6,7 @@ so may the ratio tests, with one-hot distributions (algorithms.md, section 4).
 
 | source | proposes | method |
 |---|---|---|
-| Ngram | the continuations of the longest suffix of the text that occurred before, then of shorter ones | prompt lookup |
+| Ngram | the continuations of the longest suffix of the text that occurred before | prompt lookup |
 | Recycling | the last successors of a token, over all texts of a memory | Token Recycling, 2408.08696 |
 | Prediction | the continuation of a given text, realigned after a difference | predicted outputs |
 | Merged | the proposals of several sources, each token once, best score first | |
@@ -52,27 +52,13 @@ class Source(Protocol):
         """Likely next tokens, each once, best score first."""
 
 
-def _ranked(scores: dict[int, float]) -> list[Candidate]:
-    """Candidates in order of decreasing score; ties keep the order of the dictionary."""
-    return sorted((Candidate(token, score) for token, score in scores.items()), key=lambda c: -c.score)
-
-
 # -- from a source to a tree -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """node_cap: most live nodes. max_depth: longest path below the root. topk: most children of a node.
-    least_score: a path less likely than this is not drafted."""
+def extend_tree(tree: LivingTree, source: Source, *, max_depth: int, topk: int, least_score: float = 0.02) -> int:
+    """Append the source's best paths to a tree as chosen nodes, up to its `node_cap`. Returns the number of new nodes.
 
-    node_cap: int
-    max_depth: int
-    topk: int
-    least_score: float = 0.02
-
-
-def extend_tree(tree: LivingTree, source: Source, shape: Shape) -> int:
-    """Append the source's best paths to a tree as chosen nodes, up to `shape`. Returns the number of new nodes.
+    max_depth: longest path below the root; topk: most children of a node; least_score: a path less likely than this is not drafted.
 
     A path's score is the product of its candidates' scores; the best unused (node, candidate) becomes the next node. Nodes of earlier
     rounds are used again.
@@ -86,19 +72,19 @@ def extend_tree(tree: LivingTree, source: Source, shape: Shape) -> int:
         """The candidate of this rank below a node whose path has this score."""
         nonlocal arrivals
         if state not in known:
-            known[state] = source.candidates(state)[: shape.topk]
-        if rank < len(known[state]) and (own := score * known[state][rank].score) >= shape.least_score:
+            known[state] = source.candidates(state)[:topk]
+        if rank < len(known[state]) and (own := score * known[state][rank].score) >= least_score:
             arrivals += 1  # breaks ties in order of arrival
             heapq.heappush(heap, (-own, arrivals, node, state, score, depth, rank))
 
-    if tree.root.token not in tree.eos_ids and shape.max_depth > 0:
+    if tree.root.token not in tree.eos_ids and max_depth > 0:
         push(tree.root_id, source.start(), 1.0, 0, 0)
-    while heap and len(tree) < shape.node_cap:
+    while heap and len(tree) < tree.node_cap:
         minus, _, node, state, score, depth, rank = heapq.heappop(heap)
         push(node, state, score, depth, rank + 1)
         token = known[state][rank].token
-        child = _child(tree, node, token, shape.topk)
-        if child is not None and token not in tree.eos_ids and depth + 1 < shape.max_depth:
+        child = _child(tree, node, token, topk)
+        if child is not None and token not in tree.eos_ids and depth + 1 < max_depth:
             push(child, source.step(state, token), -minus, depth + 1, 0)
     return tree.next_id - before
 
@@ -136,18 +122,14 @@ MOST_FOLLOWERS = 64  # most continuations of a context that are counted: those w
 
 
 class Ngram:
-    """Continuations of earlier occurrences of the end of the text. `contexts`: number of its suffixes, longest first, with candidates.
+    """Continuations of earlier occurrences of the end of the text: of its longest suffix that has any.
 
     Scores are those of prediction by partial matching (Cleary and Witten 1984; its method C) with longer contexts trusted more:
 
-        context of length ℓ, seen N times with d different successors:   score(x) = share·(1 − e)·n_x / N,   e = d / (d + ℓ·N)
-        what is left for the next shorter context:                       share ← share·e
+        context of length ℓ, seen N times with d different successors:   score(x) = (1 − e)·n_x / N,   e = d / (d + ℓ·N)
     """
 
-    def __init__(self, contexts: int = 3) -> None:
-        if contexts < 1:
-            raise ValueError(f"contexts: {contexts}; look at one context at least")
-        self.contexts = contexts
+    def __init__(self) -> None:
         self.automaton = SuffixAutomaton()
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -162,19 +144,16 @@ class Ngram:
         return self.automaton.step(*state, token)
 
     def candidates(self, state: Match) -> list[Candidate]:
-        found: dict[int, float] = {}
-        (here, length), share, left = state, 1.0, self.contexts
-        while here > 0 and left:
+        here, length = state
+        while here > 0:
             if counts := self._counts(here):  # empty if it occurred only at the end of the text
                 total = sum(count for count, _ in counts.values())
                 escape = len(counts) / (len(counts) + length * total)
-                for token, (count, _) in sorted(counts.items(), key=lambda item: item[1], reverse=True):
-                    found.setdefault(token, share * (1.0 - escape) * count / total)
-                share *= escape
-                left -= 1
+                likeliest_first = sorted(counts.items(), key=lambda item: item[1], reverse=True)
+                return [Candidate(token, (1.0 - escape) * count / total) for token, (count, _) in likeliest_first]
             here = self.automaton.link(here)
             length = self.automaton.length(here)
-        return _ranked(found)
+        return []
 
     def _counts(self, state: int) -> dict[int, tuple[int, int]]:
         """Token → (number of occurrences as continuation, position of the last one)."""
@@ -189,12 +168,9 @@ NOTHING = -1  # before the first token
 
 
 class Successors:
-    """Token → its last successors, newest first. May be shared by many texts of one vocabulary."""
+    """Token → its last WIDTH successors, newest first. May be shared by many texts of one vocabulary."""
 
-    def __init__(self, width: int = WIDTH) -> None:
-        if width < 1:
-            raise ValueError(f"width: {width}; remember one successor at least")
-        self.width = width
+    def __init__(self) -> None:
         self._rows: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
@@ -209,11 +185,11 @@ class Successors:
         if successor in row:
             row.remove(successor)
         row.insert(0, successor)
-        del row[self.width :]
+        del row[WIDTH:]
 
     def replace(self, token: int, successors: Sequence[int]) -> None:
         """Replace the successors by the target's most likely ones, best first (the update of the paper)."""
-        self._rows[token] = list(successors[: self.width])
+        self._rows[token] = list(successors[:WIDTH])
 
 
 class Recycling:
@@ -352,7 +328,7 @@ class Merged:
         for source, own in zip(self.sources, state, strict=True):
             for token, score in source.candidates(own):
                 best[token] = max(score, best.get(token, 0.0))
-        return _ranked(best)
+        return sorted((Candidate(token, score) for token, score in best.items()), key=lambda c: -c.score)
 
 
 # -- from the name of a drafter to its sources -------------------------------------------------------------------------------

@@ -110,10 +110,6 @@ class KvTree:
         """Whether `node` is an uncommitted node."""
         return node in self._row
 
-    def max_end_with(self, num_rows: int) -> int:
-        """Upper bound of `end` after `num_rows` new nodes, whatever their parents."""
-        return max(self._end, self._length + len(self._node) + num_rows)
-
     def plan(self, node: Ints, parent: Ints, token: Ints) -> Placement:
         """The placement of new rows, without applying it. ValueError if they cannot be placed."""
         parent_row, position = self._lineage(node, parent)

@@ -19,15 +19,8 @@ from rootward.core.requests import Sampling, TokenLogprob
 from rootward.engine import verify_kernels as kernels
 from rootward.engine.atoms import host_can_read, largest, smaller_ids_first
 from rootward.engine.cpu_kernels import follow_torch_threads
-from rootward.engine.processors import shifted
 
 NUM_CANDIDATES = (256, 1024, 4096)  # most likely tokens that top-p sorts on a device before it sorts the whole row
-
-
-@torch.inference_mode()
-def processed(logits_TV: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
-    """Distributions [T, V] after all processors that do not depend on the text, which a drafter can apply too."""
-    return distributions(shifted(logits_TV, sampling), sampling)
 
 
 @torch.inference_mode()

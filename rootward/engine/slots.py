@@ -169,11 +169,6 @@ class Slots:
     def length(self, slot: int) -> int:
         return self.session(slot).tree.length
 
-    def blocks_needed(self, slot: int, num_rows: int) -> int:
-        """Upper bound of the new blocks that a forward of `num_rows` new nodes takes; exact for a chain."""
-        session = self.session(slot)
-        return max(0, self._blocks(session.tree.max_end_with(num_rows)) - len(session.table))
-
     def _blocks(self, num_cells: int) -> int:
         return -(-num_cells // self.size.block_size)
 

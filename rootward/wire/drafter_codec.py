@@ -43,7 +43,7 @@ from rootward.wire.columns import (
     unpack_references,
     unpack_small,
 )
-from rootward.wire.public_codec import decoding_to_pb, sampling_from_pb, sampling_to_pb
+from rootward.wire.public_codec import processors_to_pb, sampling_from_pb
 from rootward.wire.records import Conversion, Record, enum, numbers_of, u32
 from rootward.wire.values_codec import MODEL
 
@@ -220,10 +220,7 @@ INFO = Record(DrafterInfo, drafter_pb2.DrafterInfo, model=MODEL.one, ack=ACK.one
 def to_drafter_to_pb(value: ToDrafter) -> drafter_pb2.ToDrafter:
     return TO_DRAFTER.to_pb(
         value,
-        opens=[
-            OPEN.to_pb(message, sampling=sampling_to_pb(message.sampling), decoding=decoding_to_pb(message.sampling))
-            for message in value.opens
-        ],
+        opens=[OPEN.to_pb(message, **processors_to_pb(message.sampling)) for message in value.opens],
         commits=[
             COMMIT.to_pb(message, features=None if message.features is None else _features_to_pb(message.features))
             for message in value.commits

@@ -111,10 +111,6 @@ class RunQueue:
         self._items: deque[Committed | ServiceError] = deque()
         self._some = asyncio.Event()
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(item.tokens) for item in self._items if isinstance(item, Committed))
-
     def put(self, item: Committed | ServiceError) -> None:
         self._items.append(item)
         self._some.set()
@@ -185,11 +181,6 @@ class FeedReader:
             raise Unavailable(f"{self._address} did not open a feed within {timeout_s} s") from None
         if self.over is not None:
             raise self.over
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Committed tokens that generations have not taken."""
-        return sum(queue.num_tokens for queue in self._waiting.values())
 
     @contextmanager
     def subscribed(self, *, merging: bool = True) -> Iterator[tuple[int, RunQueue]]:

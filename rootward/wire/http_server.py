@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -17,7 +17,6 @@ from rootward.errors import ConfigurationError
 from rootward.wire.tls import ServerTls
 
 GRACE_S = 2  # for idle connections at the end; requests have been drained before
-RENEW_S = 1.0  # between two checks of the certificate
 HEAD_TIMEOUT_S = 10.0  # for the head of a request to arrive, from its first byte or from the start of the connection
 MAX_CONNECTIONS = 1024
 
@@ -42,7 +41,6 @@ class HttpServer:
         self._server: uvicorn.Server | None = None
 
     async def run_until_stopped(self, app: ASGIApp) -> None:
-        context = _tls_context(self._tls) if self._tls else None
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -52,21 +50,10 @@ class HttpServer:
             ws="none",  # websockets are served by another protocol, which would not leave `held`
             server_header=False,
             timeout_graceful_shutdown=GRACE_S,
-            http=_protocol(
-                self._tls.peers if self._tls else (),
-                context=context,
-                max_connections=self._max_connections,
-                head_timeout_s=self._head_timeout_s,
-            ),
+            http=_protocol(self._tls, max_connections=self._max_connections, head_timeout_s=self._head_timeout_s),
         )
         self._server = _Server(config)
-        renewing = [asyncio.create_task(_keep_renewed(context, self._tls))] if context and self._tls else []
-        try:
-            await self._server.serve(sockets=[self._socket])
-        finally:
-            for task in renewing:
-                task.cancel()
-            await asyncio.gather(*renewing, return_exceptions=True)
+        await self._server.serve(sockets=[self._socket])
 
     @property
     def scheme(self) -> str:
@@ -84,14 +71,14 @@ class _Server(uvicorn.Server):  # type: ignore[misc]  # uvicorn's types are not 
         yield
 
 
-def _protocol(
-    peers: tuple[str, ...], *, context: ssl.SSLContext | None, max_connections: int, head_timeout_s: float
-) -> type[asyncio.Protocol]:
+def _protocol(tls: ServerTls | None, *, max_connections: int, head_timeout_s: float) -> type[asyncio.Protocol]:
     """uvicorn's protocol, which closes connections beyond a number, those whose request does not arrive, and, where there are `peers`,
     those of certificates without one of these names: the rule of `peers_only`, for HTTP.
 
-    With a context the protocol asks for TLS itself, so that connections in the middle of a handshake are counted and timed as well."""
+    It asks for TLS itself, so that connections in the middle of a handshake are counted and timed as well."""
     held: set[asyncio.Protocol] = set()
+    peers = tls.peers if tls else ()
+    current_context = _renewed_contexts(tls) if tls else None
 
     class Guarded(AutoHTTPProtocol):  # type: ignore[misc]
         _late: asyncio.TimerHandle | None = None  # while a head is awaited
@@ -105,10 +92,10 @@ def _protocol(
             self._late = self.loop.call_later(head_timeout_s, transport.abort)
             if len(held) > max_connections:
                 transport.abort()
-            elif context is None:
+            elif current_context is None:
                 self._establish(transport)
             else:
-                self._securing = self.loop.create_task(self._secure(transport, context))
+                self._securing = self.loop.create_task(self._secure(transport, current_context()))
 
         async def _secure(self, raw: asyncio.Transport, context: ssl.SSLContext) -> None:
             raw.pause_reading()  # uvloop begins to read after `connection_made`, whatever was asked there
@@ -187,19 +174,20 @@ def _tls_context(tls: ServerTls) -> ssl.SSLContext:
     return context
 
 
-async def _keep_renewed(context: ssl.SSLContext, tls: ServerTls) -> None:
-    """Load renewed certificates for new connections. A certificate whose key has not been replaced yet does not load and is tried again."""
-    files = tls.certificates
-    watched = files.watch()
-    pending = False
-    while True:
-        await asyncio.sleep(RENEW_S)
+def _renewed_contexts(tls: ServerTls) -> Callable[[], ssl.SSLContext]:
+    """Returns the context for a new connection, another one once the certificates have been renewed. A certificate whose key has not been
+    replaced yet does not load and is tried again."""
+    watched = tls.certificates.watch()
+    context, pending = _tls_context(tls), False
+
+    def current() -> ssl.SSLContext:
+        nonlocal context, pending
         if pending := watched.changed() or pending:
-            with contextlib.suppress(OSError, ssl.SSLError):
-                context.load_cert_chain(files.certificate, files.key)
-                if tls.mutual:
-                    context.load_verify_locations(files.authority)
-                pending = False
+            with contextlib.suppress(ConfigurationError):
+                context, pending = _tls_context(tls), False
+        return context
+
+    return current
 
 
 def bind(address: str, setting: str) -> socket.socket:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from google.protobuf.message import Message
+
 from rootward.core.requests import FinishReason, Form, Sampling, Structure
 from rootward.v1 import generate_pb2
 from rootward.wire.records import numbers_of
@@ -9,14 +11,12 @@ from rootward.wire.records import numbers_of
 REASONS = numbers_of(FinishReason, generate_pb2.Finish.Reason)
 
 
-def sampling_to_pb(value: Sampling) -> generate_pb2.Sampling:
-    """The processors of the message `Sampling`; the others are in `decoding_to_pb`."""
-    return generate_pb2.Sampling(temperature=value.temperature, top_k=value.top_k, top_p=value.top_p, min_p=value.min_p)
-
-
-def decoding_to_pb(value: Sampling, structure: Structure | None = None) -> generate_pb2.Decoding:
-    """The processors that are not in `sampling_to_pb`, and the form of the output, if it has one."""
-    pb = generate_pb2.Decoding(
+def processors_to_pb(value: Sampling, structure: Structure | None = None) -> dict[str, Message]:
+    """The fields `sampling` and `decoding` of a message. structure: the form of the output, if it has one."""
+    sampling = generate_pb2.Sampling(
+        temperature=value.temperature, top_k=value.top_k, top_p=value.top_p, min_p=value.min_p
+    )
+    decoding = generate_pb2.Decoding(
         presence_penalty=value.presence_penalty,
         frequency_penalty=value.frequency_penalty,
         repetition_penalty=value.repetition_penalty,
@@ -25,8 +25,8 @@ def decoding_to_pb(value: Sampling, structure: Structure | None = None) -> gener
         bad_sequences=[generate_pb2.TokenIds(ids=run) for run in value.bad_sequences],
     )
     if structure is not None:
-        setattr(pb, structure.form.value, structure.text if structure.form is not Form.JSON_OBJECT else True)
-    return pb
+        setattr(decoding, structure.form.value, structure.text if structure.form is not Form.JSON_OBJECT else True)
+    return {"sampling": sampling, "decoding": decoding}
 
 
 def sampling_from_pb(sampling: generate_pb2.Sampling, decoding: generate_pb2.Decoding) -> Sampling:

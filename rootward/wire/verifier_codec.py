@@ -20,7 +20,7 @@ from rootward.ports import VerifierInfo
 from rootward.v1 import generate_pb2, verifier_pb2
 from rootward.wire.columns import unpack_u32
 from rootward.wire.drafter_codec import LAWS
-from rootward.wire.public_codec import REASONS, decoding_to_pb, sampling_from_pb, sampling_to_pb, structure_from_pb
+from rootward.wire.public_codec import REASONS, processors_to_pb, sampling_from_pb, structure_from_pb
 from rootward.wire.records import Conversion, Record, enum, numbers_of, u32
 from rootward.wire.values_codec import MODEL, STATS, logprobs_to_pb, stats_to_pb, unpack_logprobs
 
@@ -95,8 +95,7 @@ INFO = Record(VerifierInfo, verifier_pb2.VerifierInfo, model=MODEL.one)
 
 
 def request_to_pb(value: VerifierRequest) -> verifier_pb2.VerifierRequest:
-    decoding = decoding_to_pb(value.sampling, value.structure)
-    return REQUEST.to_pb(value, sampling=sampling_to_pb(value.sampling), decoding=decoding)
+    return REQUEST.to_pb(value, **processors_to_pb(value.sampling, value.structure))
 
 
 def request_from_pb(pb: verifier_pb2.VerifierRequest) -> VerifierRequest:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.kv import blocks_needed
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -311,13 +312,13 @@ def test_kv_memory_is_bounded() -> None:
     assert plan in str(model.memory)
     text = np.random.default_rng(1).integers(0, 80, 40).tolist()
     a, b = model.open(), model.open()
-    assert model.blocks_needed(a, 40) == 3
+    assert blocks_needed(model, a, 40) == 3
     for slot in (a, b):
         model.forward([Rows.chain(slot, 0, text)], num_logits=[1])
         model.commit(slot, 39, keep_below=False)
     assert model.num_free_blocks == 1
     trees = [Rows(slot, np.arange(9), np.full(9, COMMITTED), np.arange(9)) for slot in (a, b)]
-    assert [model.blocks_needed(slot, 9) for slot in (a, b)] == [1, 1]
+    assert [blocks_needed(model, slot, 9) for slot in (a, b)] == [1, 1]
     with pytest.raises(KvFull, match="2 more blocks are needed and 1 are free"):
         model.forward(trees)
     model.check_idle()

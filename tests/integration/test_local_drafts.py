@@ -11,6 +11,7 @@ import pytest
 from support.services import collect, drafter_of, request, tabular_pair, until, verifier_of
 
 from rootward.core.frames import FromDrafter, ToDrafter
+from rootward.core.lookup import WIDTH
 from rootward.core.requests import DraftMode, Rule, Speculation, SpeculationMode, Stopping, VerifierRequest
 from rootward.engine.tabular import TabularModel
 from rootward.errors import NoDrafter, NotFound, Unavailable
@@ -147,4 +148,4 @@ async def test_tables_of_successors_take_the_target_s_most_likely_tokens_of_ever
         text = [*wanted.prompt, *tokens]
         (table,) = verifier.local._memories.values()
         likely = np.argsort(-np.asarray(target.law(text[:-1])), kind="stable").tolist()
-        assert list(table.row(text[-2])) == likely[: table.width]
+        assert list(table.row(text[-2])) == likely[:WIDTH]

@@ -23,7 +23,7 @@ from drafter_service.lookup_grower import LookupGrower
 from drafter_service.servicer import DrafterServicer
 from drafter_service.settings import DrafterSettings
 from rootward import demo
-from rootward.core.lookup import Prediction, Recycling, Shape, Successors
+from rootward.core.lookup import Prediction, Recycling, Successors
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
 from rootward.engine.loading import load_model
 from rootward.engine.tabular import TabularModel
@@ -51,7 +51,6 @@ def predicting(text: list[int]) -> DrafterService:
         ModelInfo("prediction", 0, 4096),
         lambda message, _: Prediction(text, prefix=len(PROMPT)),
         incarnation=1,
-        group=lambda key: key[0],
     )
     return DrafterService(lookup, capacity=8, agree=without_model)
 
@@ -110,7 +109,7 @@ async def test_the_benchmark_counts_the_rounds_of_the_verifier(spec: str) -> Non
     recipe = recipe_of(spec)
     async with in_process(target, lookup_of(spec), num_draft_tokens=8, max_depth=8, topk=4) as verifier:
         tokens, last = await collect(verifier, request(temperature=0.0, max_tokens=120))
-    counted = replayed(recipe.source(DraftMode.TOP_K, Successors()), PROMPT, tokens, Shape(8, 8, 4))
+    counted = replayed(recipe.source(DraftMode.TOP_K, Successors()), PROMPT, tokens, 8)
     stats = last.finish.stats
     assert counted.rounds == stats.num_spec_steps + stats.num_plain_steps
     assert counted.block_efficiency == pytest.approx(stats.block_efficiency, abs=0.02)  # the last bonus may be cut off
@@ -213,7 +212,6 @@ async def test_a_memory_of_the_session_s_own_coins_changes_the_distribution() ->
         ModelInfo("recycling:", 0, 4096),
         lambda message, shared: Recycling(shared),  # wrong: whatever the law
         incarnation=1,
-        group=lambda key: key[0],
     )
     wrong = DrafterService(lookup, capacity=8, agree=without_model)
     assert p(await first_tokens_of_the_second_of_two(lookup_of("recycling:"), target)) > ALPHA

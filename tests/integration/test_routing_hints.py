@@ -26,15 +26,16 @@ async def test_a_hint_counts_as_long_as_its_prefix_is_held() -> None:
         now = asyncio.get_running_loop().time
         async with verifier_of(target, {}) as verifier:
             upstreams = Upstreams({"v": verifier})
+            (upstream,) = upstreams
             one, two = (Ledger(store, now=now, model=lambda: "m", is_held=upstreams.is_held) for _ in range(2))
             blind = Ledger(store, now=now, model=lambda: "m")
 
             async def computed(wanted: VerifierRequest) -> None:
-                await upstreams.poll()
-                one.computed(wanted, (), next(iter(upstreams)).holder)
+                await upstreams.has_died(upstream, 0)
+                one.computed(wanted, (), upstream.holder)
                 await one.flush()
                 await collect(verifier, wanted)
-                await upstreams.poll()
+                await upstreams.has_died(upstream, 0)
 
             async def in_redis(wanted: VerifierRequest) -> dict[str, int]:
                 return await blind.held(wanted)
@@ -53,6 +54,6 @@ async def test_a_hint_counts_as_long_as_its_prefix_is_held() -> None:
             last = asked("b4", 4)
             assert await two.held(last) == {"v": 96}
             verifier.incarnation += 1  # as after a restart
-            await upstreams.poll()
+            await upstreams.has_died(upstream, 0)
             assert await two.held(last) == {}
         await store.close()

@@ -60,7 +60,7 @@ async def alone(model: LanguageModel, jobs: Sequence[VerifierRequest]) -> list[l
 
 
 async def assert_nothing_is_held(system: System) -> None:
-    await until(lambda: not system.service.slots._away, LONG_S)
+    await until(lambda: not system.service.slots.waiting._waiting, LONG_S)
     await assert_at_rest(system)
     for model in (system.service.model, system.drafter.grower.model):
         assert model.num_free_blocks == model.num_blocks  # free + kept for their content = all
@@ -101,8 +101,10 @@ async def test_cancelling_half_of_them_at_random_moments_leaves_nothing_behind(s
             await asyncio.gather(task, return_exceptions=True)
 
         async def dropped_while_away(job: VerifierRequest) -> None:
-            task, away = asyncio.create_task(collect(system.verifier, job)), system.service.slots._away
-            await until(lambda: any(one.request is job for one in away.values()) or task.done(), LONG_S)
+            task, waiting = asyncio.create_task(collect(system.verifier, job)), system.service.slots.waiting._waiting
+            await until(
+                lambda: any(one.request is job and one.has_run for one in waiting.values()) or task.done(), LONG_S
+            )
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 

@@ -39,12 +39,11 @@ class RandomTokens:
         return [Candidate(token, ACCEPTANCE * (1.0 - ACCEPTANCE) ** rank) for rank, token in enumerate(tokens)]
 
 
-def random_grower(vocab: int, seed: int = 0, *, incarnation: int = 9) -> LookupGrower[tuple[int, int]]:
+def random_grower(vocab: int, seed: int = 0, *, incarnation: int = 9) -> LookupGrower:
     return LookupGrower(
         ModelInfo("random", 0, 4096),
         lambda message, _: RandomTokens(vocab, seed),
         incarnation=incarnation,
-        group=lambda key: key[0],
     )
 
 

@@ -295,6 +295,19 @@ def test_exit_codes():
     assert exit_code(errors.InternalServerError("x")) == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve"], "rootward: a command is missing; see rootward serve --help"),
+        (["generate", "x", "--zzz", "3"], "rootward: No such option: --zzz; see rootward generate --help"),
+        (["nope"], "rootward: No such command 'nope'; see rootward --help"),
+    ],
+)
+def test_a_wrong_command_line_names_its_own_help(arguments, words, capsys):
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == words
+
+
 def test_services_are_started_by_module_name(monkeypatch):
     assert command_of("verifier", ["--model", "x"])[1:] == ["-m", "verifier_service", "--model", "x"]
     monkeypatch.setattr("rootward.cli.serve.find_spec", lambda name: None)

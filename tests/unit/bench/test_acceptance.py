@@ -14,7 +14,7 @@ from rootward.core.living_tree import ROOT
 from rootward.core.requests import DraftMode, DraftStrategy, Rule, Sampling
 from rootward.core.tree import TokenTree
 from rootward.engine.loading import load_model
-from rootward.engine.sampling import processed
+from rootward.engine.sampling import distributions
 
 TARGET = "tabular:vocab=12,seed=1,sharpness=2"
 PAIR = ["--target", TARGET, "--draft", f"{TARGET},noise=1"]
@@ -58,7 +58,7 @@ def test_expected_tokens_agree_with_the_law_over_the_whole_vocabulary(strategy, 
         ids = [ROOT, *grown.tree.nodes]
         logits = target.forward([(grown.context, grown.tree, ids)])
         target.release()
-        rows = processed(logits, [Sampling(1.0)] * len(ids)).double().numpy()
+        rows = distributions(logits, [Sampling(1.0)] * len(ids)).double().numpy()
         q = np.zeros((len(ids), 12))
         for i, node in enumerate(ids):
             if grown.tree.at(node).children and (declared := grown.tree.at(node).row) is not None:

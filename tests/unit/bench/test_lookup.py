@@ -8,23 +8,23 @@ import pytest
 from support.random_tokens import RandomTokens
 
 from benchmarks.lookup import main, measure, replayed
-from rootward.core.lookup import Ngram, Prediction, Shape, parse_recipe
+from rootward.core.lookup import Ngram, Prediction, parse_recipe
 from rootward.core.requests import DraftMode
 
-SHAPE = Shape(8, 8, 4)
+BUDGET = 8
 
 
 def test_a_right_prediction_comes_in_full_rounds() -> None:
     text = list(range(30))
-    counts = replayed(Prediction(text, prefix=1), [99], text, SHAPE)
+    counts = replayed(Prediction(text, prefix=1), [99], text, BUDGET)
     assert (counts.rounds, counts.tokens) == (4, 30)  # 9 + 9 + 9 + 3
     assert counts.block_efficiency == 7.5
 
 
 def test_new_text_comes_token_by_token() -> None:
-    counts = replayed(Ngram(), [99], list(range(30)), SHAPE)
+    counts = replayed(Ngram(), [99], list(range(30)), BUDGET)
     assert (counts.rounds, counts.nodes) == (30, 0)
-    assert replayed(RandomTokens(10**6), [99], list(range(30)), SHAPE).rounds == 30
+    assert replayed(RandomTokens(10**6), [99], list(range(30)), BUDGET).rounds == 30
 
 
 def test_a_recipe_shares_its_memory_over_the_texts() -> None:

@@ -47,7 +47,7 @@ def opening(slot: int, prefix=PERIOD, **changes) -> Open:
     return Open(slot, **(base | changes))
 
 
-def lookup(spec: str = "ngram:") -> LookupGrower[tuple[int, int]]:
+def lookup(spec: str = "ngram:") -> LookupGrower:
     if spec == "random":
         return random_grower(4)
     recipe = parse_recipe(spec)
@@ -55,7 +55,6 @@ def lookup(spec: str = "ngram:") -> LookupGrower[tuple[int, int]]:
         ModelInfo(spec, 0, 4096),
         lambda message, shared: recipe.source(message.law, shared),
         incarnation=9,
-        group=lambda key: key[0],
     )
 
 
@@ -237,7 +236,6 @@ def test_any_source_can_be_served_such_as_a_prediction() -> None:
         ModelInfo("prediction", 0, 4096),
         lambda message, _: Prediction([7, 8, 9], prefix=len(message.prefix)),
         incarnation=9,
-        group=lambda key: key[0],
     )
     drafter.open((0, 1), opening(1))
     [(_, frame)] = grown(drafter)

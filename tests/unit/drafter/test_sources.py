@@ -78,25 +78,24 @@ def test_random_tokens_are_a_function_of_seed_and_text() -> None:
 # -- n-gram -----------------------------------------------------------------------------------------------------------
 
 
-def test_continuations_are_ordered_by_context_length_then_frequency_then_recency() -> None:
-    source = fed(Ngram(contexts=1), [1, 2, 7, 1, 2, 8, 1, 2, 7, 1, 2, 9, 1, 2])
+def test_continuations_are_ordered_by_frequency_then_recency() -> None:
+    source = fed(Ngram(), [1, 2, 7, 1, 2, 8, 1, 2, 7, 1, 2, 9, 1, 2])
     assert named(source) == [7, 9, 8]  # twice; then once each, the later one first
     assert named(fed(Ngram(), [2, 1, 7, 3, 1, 8, 4, 1, 8, 5, 1, 7, 6, 1])) == [7, 8]  # twice each, 7 last
 
 
-def test_shorter_contexts_add_what_the_longest_has_not_seen() -> None:
-    text = [5, 1, 2, 7, 6, 1, 2, 8, 2, 4, 5, 1, 2]
-    assert named(fed(Ngram(contexts=1), text)) == [7]  # after 5 1 2
-    assert named(fed(Ngram(contexts=2), text)) == [7, 8]  # after 1 2
-    assert named(fed(Ngram(contexts=3), text)) == [7, 8, 4]  # after 2
-
-
-def test_scores_are_those_of_partial_matching() -> None:
-    """After 5 1 2: 7, once. After 1 2: 7 and 8. After 2: 7, 8 and 4. What a context leaves goes to the next."""
-    source = fed(Ngram(), [5, 1, 2, 7, 6, 1, 2, 8, 2, 4, 5, 1, 2])
-    scores = {token: score for token, score in source.candidates(source.start())}
-    left = 1 / 4, 1 / 4 * 1 / 3
-    assert scores == pytest.approx({7: 3 / 4, 8: left[0] * 2 / 3 * 1 / 2, 4: left[1] * 1 / 2 * 1 / 3})
+@pytest.mark.parametrize(
+    ("before", "scores"),
+    [
+        ((5, 1, 2), {7: 3 / 4}),
+        ((0, 1, 2), {7: 2 / 3 * 1 / 2, 8: 2 / 3 * 1 / 2}),
+        ((0, 2), {7: 1 / 6, 8: 1 / 6, 4: 1 / 6}),
+    ],
+)
+def test_scores_are_those_of_partial_matching_for_the_longest_context(before, scores) -> None:
+    """After 5 1 2: 7, once. After 1 2: 7 and 8. After 2: 7, 8 and 4."""
+    source = fed(Ngram(), [5, 1, 2, 7, 6, 1, 2, 8, 2, 4, *before])
+    assert {token: score for token, score in source.candidates(source.start())} == pytest.approx(scores)
 
 
 def test_a_period_is_continued_beyond_the_end_of_the_text() -> None:
@@ -120,9 +119,10 @@ def test_new_text_has_no_continuation() -> None:
 
 
 def test_the_last_different_successors_newest_first() -> None:
-    source = fed(Recycling(Successors(width=3)), [0, 1, 0, 2, 0, 1, 0, 3, 0, 4, 0])
-    assert named(source) == [4, 3, 1]
-    assert named(source, 4) == [0]
+    text = [token for successor in (1, 2, 3, 4, 5, 6, 7, 8, 1, 9) for token in (0, successor)]
+    source = fed(Recycling(Successors()), [*text, 0])
+    assert named(source) == [9, 1, 8, 7, 6, 5, 4, 3]
+    assert named(source, 9) == [0]
 
 
 def test_texts_share_a_memory() -> None:

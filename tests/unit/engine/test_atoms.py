@@ -11,7 +11,7 @@ from benchmarks.rows import quantise_top
 from rootward.core.requests import Sampling
 from rootward.engine import atoms
 from rootward.engine.atoms import Found, atoms_of, fetched, likely_tokens, reduced
-from rootward.engine.sampling import processed, top_atoms
+from rootward.engine.sampling import distributions, top_atoms
 
 WISHES = [
     Sampling(1.0),
@@ -31,7 +31,7 @@ def found(logits: torch.Tensor, wishes: list[Sampling], num_atoms: int, num_like
 
 
 def expected(logits: torch.Tensor, wishes: list[Sampling], num_atoms: int) -> tuple[np.ndarray, np.ndarray]:
-    return quantise_top(*top_atoms(processed(logits, wishes), num_atoms))
+    return quantise_top(*top_atoms(distributions(logits, wishes), num_atoms))
 
 
 @pytest.fixture(params=["here", "there"])
@@ -106,7 +106,7 @@ def test_float32_rounds_by_one_unit_at_most(way: str) -> None:
 def test_what_noise_chooses_among_comes_with_its_mass(num_atoms: int, num_likely: int, way: str) -> None:
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)) * 2
     got = found(logits, [Sampling(0.9)] * 3, num_atoms, num_likely)
-    ids, probs = top_atoms(processed(logits, [Sampling(0.9)] * 3), min(num_likely, 500))
+    ids, probs = top_atoms(distributions(logits, [Sampling(0.9)] * 3), min(num_likely, 500))
     tokens, mass = likely_tokens(got.likely)
     order = np.argsort(-mass, axis=1, kind="stable")
     np.testing.assert_array_equal(np.take_along_axis(tokens, order, 1), ids)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.kv import max_end_with
 
 from rootward.engine.kv_tree import KvTree, Moves, Placement
 from rootward.ports import COMMITTED, Rows
@@ -49,7 +50,7 @@ class KvTreeMachine(RuleBasedStateMachine):
         for i in range(num):
             known = [COMMITTED, *self.parent, *new[:i]]
             parents.append(new[i - 1] if chain and i else data.draw(st.sampled_from(known)))
-        before, most = self.snapshot(), self.tree.max_end_with(num)
+        before, most = self.snapshot(), max_end_with(self.tree, num)
         if num > self.tree.num_free or len(self.committed) >= self.tree.max_positions:
             with pytest.raises(ValueError):
                 place(self.tree, ints(*new), ints(*parents))

@@ -10,8 +10,8 @@ from support.random_trees import random_round
 
 from rootward.core.requests import Sampling
 from rootward.core.tree import TokenTree, root_only
-from rootward.engine.processors import History, Prefix, adjusted
-from rootward.engine.sampling import distributions, processed
+from rootward.engine.processors import History, Prefix, adjusted, shifted
+from rootward.engine.sampling import distributions
 
 VOCAB = 7
 
@@ -127,7 +127,7 @@ def test_a_draft_mirrors_what_does_not_depend_on_the_text() -> None:
     rng = np.random.default_rng(2)
     chosen = [s for name, (s, _) in PROCESSORS.items() if name in ("temperature", "min_p", "logit_bias", "allowed")]
     logits = torch.from_numpy(rng.normal(size=(2 * len(chosen), VOCAB)))
-    got = processed(logits, [*chosen, *chosen]).numpy()
+    got = distributions(shifted(logits, [*chosen, *chosen]), [*chosen, *chosen]).numpy()
     for row, s in zip(range(2 * len(chosen)), [*chosen, *chosen], strict=True):
         np.testing.assert_allclose(got[row], processed_law(logits[row].numpy(), (), (), s), atol=1e-12)
 

@@ -13,7 +13,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from rootward.core.requests import Sampling
 from rootward.engine import sampling
-from rootward.engine.sampling import greedy_choice, processed, top_atoms
+from rootward.engine.sampling import distributions, greedy_choice, top_atoms
 
 
 def reference(row_V: torch.Tensor, s: Sampling) -> torch.Tensor:
@@ -38,7 +38,7 @@ def test_processors_equal_those_of_transformers(vocab: int) -> None:
     for spread in (0.3, 3.0):
         logits = torch.from_numpy(rng.normal(size=(12, vocab)).astype(np.float32) * spread)
         parameters = [random_sampling(rng, vocab) for _ in range(12)]
-        probs = processed(logits, parameters)
+        probs = distributions(logits, parameters)
         assert probs.dtype == torch.float32
         for got, row, s in zip(probs, logits, parameters, strict=True):
             torch.testing.assert_close(got, reference(row, s), atol=2e-6, rtol=1e-4)
@@ -50,7 +50,7 @@ def test_ties_keep_as_many_tokens_as_transformers() -> None:
     for _ in range(60):
         logits = torch.from_numpy(rng.integers(-3, 4, size=(3, 40)).astype(np.float32))
         parameters = [random_sampling(rng, 40) for _ in range(3)]
-        for got, row, s in zip(processed(logits, parameters), logits, parameters, strict=True):
+        for got, row, s in zip(distributions(logits, parameters), logits, parameters, strict=True):
             torch.testing.assert_close(got.sort().values, reference(row, s).sort().values, atol=2e-6, rtol=1e-4)
             for value in row.unique():
                 kept = (got[row == value] > 0).int()
@@ -60,9 +60,9 @@ def test_ties_keep_as_many_tokens_as_transformers() -> None:
 def test_one_row_does_not_change_another() -> None:
     logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(0))
     mixed = [Sampling(0.7, 5, 0.9), Sampling(0.0), Sampling(1.3), Sampling(1.0, 0, 0.5)]
-    together = processed(logits, mixed)
+    together = distributions(logits, mixed)
     for row, s, got in zip(logits, mixed, together, strict=True):
-        torch.testing.assert_close(processed(row[None], [s])[0], got, atol=0, rtol=0)
+        torch.testing.assert_close(distributions(row[None], [s])[0], got, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("beside", [Sampling(0.5), Sampling(0.0), Sampling(1.0)])
@@ -71,14 +71,14 @@ def test_the_temperature_of_one_row_does_not_change_what_is_kept_of_another(own:
     """Two scores that differ in their last bit alone are equal once the largest has been subtracted."""
     near = 1.0 if own.top_k else 8 + math.log(own.min_p)  # the edge
     row = torch.tensor([[8.0, *(near * (1 + i * 2**-23) for i in range(1 if own.top_k else 8, -9, -1))]])
-    alone = processed(row, [own])
+    alone = distributions(row, [own])
     both = torch.cat([row, torch.zeros_like(row)])
-    assert torch.equal(processed(both, [own, beside])[:1], alone)
+    assert torch.equal(distributions(both, [own, beside])[:1], alone)
 
 
 def test_temperature_zero_is_one_hot_at_the_smaller_id() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, -torch.inf], [2.0, 0.0, 1.0, 2.0]])
-    probs = processed(logits, [Sampling(0.0), Sampling(0.0, 2, 0.5)])
+    probs = distributions(logits, [Sampling(0.0), Sampling(0.0, 2, 0.5)])
     assert probs.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
     assert greedy_choice(logits).tolist() == [1, 0]
     assert greedy_choice(logits.bfloat16()).tolist() == [1, 0]
@@ -90,23 +90,23 @@ def test_float64_stays_float64_and_zeros_stay_zeros() -> None:
     law = np.array([[0.5, 0.0, 0.3, 0.2]])
     with np.errstate(divide="ignore"):
         logits = torch.from_numpy(np.log(law))
-    probs = processed(logits, [Sampling()])
+    probs = distributions(logits, [Sampling()])
     assert probs.dtype == torch.float64
     np.testing.assert_allclose(probs, law, atol=1e-15)
-    np.testing.assert_allclose(processed(logits, [Sampling(1.0, 0, 0.6)]), [[0.625, 0, 0.375, 0]], atol=1e-15)
+    np.testing.assert_allclose(distributions(logits, [Sampling(1.0, 0, 0.6)]), [[0.625, 0, 0.375, 0]], atol=1e-15)
     with pytest.raises(ValueError, match="sampling"):
-        processed(logits, [])
+        distributions(logits, [])
 
 
 def test_the_search_for_the_nucleus_widens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Too few candidates at first: the same law, by way of the next numbers of candidates."""
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(3)) * torch.linspace(0, 6, 6)[:, None]
     parameters = [Sampling(1.0, 0, 0.8)] * 6
-    expected = processed(logits, parameters)
+    expected = distributions(logits, parameters)
     monkeypatch.setattr(sampling, "host_can_read", lambda _: False)
     for steps in ((), (1,), (2, 5, 40), (499,), (500,), (900,)):
         monkeypatch.setattr(sampling, "NUM_CANDIDATES", steps)
-        torch.testing.assert_close(processed(logits, parameters), expected, atol=0, rtol=0)
+        torch.testing.assert_close(distributions(logits, parameters), expected, atol=0, rtol=0)
 
 
 @settings(max_examples=150, deadline=None)
@@ -124,18 +124,18 @@ def test_the_nucleus_is_the_same_on_the_host_and_on_a_device(
 ) -> None:
     logits = torch.tensor([[0.0, *row] for row in rows], dtype=dtype)
     parameters = [Sampling(1.0, 0, top_p)] * len(rows)
-    found = processed(logits, parameters)
+    found = distributions(logits, parameters)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sampling, "host_can_read", lambda _: False)
-        torch.testing.assert_close(found, processed(logits, parameters), atol=0, rtol=0)
+        torch.testing.assert_close(found, distributions(logits, parameters), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
 def test_the_nucleus_of_broken_logits_is_no_distribution(broken: float) -> None:
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
-    whole = processed(logits, [Sampling(1.0, 0, 0.9)] * 3)
+    whole = distributions(logits, [Sampling(1.0, 0, 0.9)] * 3)
     logits[1, 7] = broken
-    found = processed(logits, [Sampling(1.0, 0, 0.9)] * 3)
+    found = distributions(logits, [Sampling(1.0, 0, 0.9)] * 3)
     assert bool(found[1].isnan().any())
     torch.testing.assert_close(found[[0, 2]], whole[[0, 2]], atol=0, rtol=0)
 

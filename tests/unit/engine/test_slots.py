@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.kv import blocks_needed
 
 from rootward.engine.slots import Size, Slots, kept_rows
 from rootward.errors import KvFull
@@ -46,7 +47,7 @@ class SlotsMachine(RuleBasedStateMachine):
         assert held <= max(0, len(tokens) - 1)
         self.texts[slot], self.nodes[slot] = (salt, *tokens[:held]), {}
         rest = len(tokens) - held
-        if rest and self.slots.blocks_needed(slot, rest) <= self.slots.pool.num_available:
+        if rest and blocks_needed(self.slots, slot, rest) <= self.slots.pool.num_available:
             assert self._runs([Rows.chain(slot, 0, tokens[held:])], rest, False)
             self._commit(slot, rest - 1, False)
 
@@ -58,7 +59,7 @@ class SlotsMachine(RuleBasedStateMachine):
         if not batch:
             return
         before = [(self.slots.tree(r.slot).num_uncommitted, len(self.slots.session(r.slot).table)) for r in batch]
-        most = sum(self.slots.blocks_needed(rows.slot, len(rows.node)) for rows in batch)
+        most = sum(blocks_needed(self.slots, rows.slot, len(rows.node)) for rows in batch)
         free = self.slots.pool.num_available
         if self._runs(batch, most, fails):
             return

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kv import blocks_needed
 from support.tabular import perturbed
 
 from rootward.engine.tabular import TabularModel
@@ -125,8 +126,8 @@ def test_a_known_text_is_held_at_once_until_its_memory_is_needed() -> None:
 def test_kv_memory_is_bounded_as_of_a_real_model() -> None:
     model = TabularModel(5, max_positions=16, tree_room=8, max_slots=4, kv_cache_tokens=32, block_size=8)
     a, b = committed(model, [1] * 16), model.open()
-    assert (model.num_free_blocks, model.blocks_needed(b, 16)) == (2, 2)
-    assert model.blocks_needed(b, 17) == 3
+    assert (model.num_free_blocks, blocks_needed(model, b, 16)) == (2, 2)
+    assert blocks_needed(model, b, 17) == 3
     with pytest.raises(KvFull):
         model.forward([Rows.chain(b, 0, [2] * 17)])
     assert model.tree(b).num_uncommitted == 0

@@ -12,7 +12,7 @@ from gateway import grammar_check
 from gateway.grammar_check import GrammarCheck, beyond_limits, json_depth
 from gateway.requests import GenerateRequest
 from rootward.core.requests import Form, Structure
-from rootward.errors import InvalidGrammar
+from rootward.errors import InvalidGrammar, Unavailable
 
 pytest.importorskip("llguidance")
 END_ID = byte_level().encode(END)[0]
@@ -93,6 +93,16 @@ async def test_a_compiler_that_ends_before_it_has_read_the_vocabulary_is_started
     monkeypatch.setattr(grammar_check.asyncio, "create_subprocess_exec", first_ends)
     await check(Form.REGEX, "[0-9]{3}")
     assert len(commands) == 2
+
+
+async def test_a_form_is_not_blamed_for_a_compiler_that_does_not_start(check, monkeypatch):
+    start = asyncio.create_subprocess_exec
+    monkeypatch.setattr(grammar_check.asyncio, "create_subprocess_exec", lambda *_, **streams: start("true", **streams))
+    with pytest.raises(Unavailable, match="does not start"):
+        await check(Form.REGEX, "[0-9]{3}")
+    assert check.owner._child is None
+    monkeypatch.undo()
+    await check(Form.REGEX, "[0-9]{3}")
 
 
 async def test_a_form_that_does_not_compile_in_time_is_refused(check, monkeypatch):

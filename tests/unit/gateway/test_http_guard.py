@@ -360,3 +360,24 @@ async def test_half_a_handshake_does_not_keep_a_connection_and_counts_as_one(tmp
     async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{address[1]}", verify=trust) as client:
         assert (await client.post(PATH, content=b"{}", headers=JSON)).text == "2"
     await stop()
+
+
+async def test_renewed_certificates_are_taken_up_and_half_a_renewal_changes_nothing(tmp_path):
+    async def status(trusted):
+        async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{address[1]}", verify=trusted) as client:
+            return (await client.post(PATH, content=b"{}", headers=JSON)).status_code
+
+    old = Authority(tmp_path)
+    files = old.issue("gateway")
+    key, trust_old = files.key.read_bytes(), ssl.create_default_context(cafile=str(old.file))
+    address, stop = await served(tls=ServerTls(files, mutual=False))
+    assert await status(trust_old) == 200
+    await asyncio.sleep(1.1)  # the files are looked at once a second
+    new = Authority(tmp_path)
+    new.issue("gateway")
+    new_key = files.key.read_bytes()
+    files.key.write_bytes(key)  # the certificate is the new one, its key still that of the old one
+    assert await status(trust_old) == 200
+    files.key.write_bytes(new_key)
+    assert await status(ssl.create_default_context(cafile=str(new.file))) == 200
+    await stop()

@@ -123,17 +123,18 @@ async def test_hints_are_ignored_when_a_verifier_evicts_or_restarts():
 
     verifier = Evicting()
     upstreams = Upstreams({"a:1": verifier})
+    (upstream,) = upstreams
     assert upstreams.is_held("a:1@1", 5.0) is False  # it has not answered yet
-    await upstreams.poll()
-    process = next(iter(upstreams)).holder
+    await upstreams.has_died(upstream, 0)
+    process = upstream.holder
     assert process == "a:1@1"
     assert upstreams.is_held(process, TTL_S - 1) is True
     assert upstreams.is_held(process, TTL_S + 9) is False
     verifier.stats = {"kv_evicted_age_s": 30.0}  # what was not used for longer may be gone
-    await upstreams.poll()
+    await upstreams.has_died(upstream, 0)
     assert (upstreams.is_held(process, 29.0), upstreams.is_held(process, 35.0)) == (True, False)
     verifier.incarnation = 2
-    await upstreams.poll()
+    await upstreams.has_died(upstream, 0)
     assert upstreams.is_held(process, 5.0) is False
     assert upstreams.is_held("a:1@2", 5.0) is True
     assert upstreams.is_held("a:1@3", -1.0) is False  # newer than the last report

@@ -141,7 +141,7 @@ def test_a_slot_closed_before_it_was_sent_leaves_no_trace() -> None:
     busy.close(one.draft, "ended")
     busy.flush()
     assert len(busy.send_buffer) == 0
-    assert one.draft.link is None
+    assert one.draft.closed
 
 
 def test_slots_are_never_reused() -> None:
@@ -181,7 +181,7 @@ def test_placement_takes_the_emptiest_drafter_and_respects_wishes() -> None:
     for number in range(6):
         one = session(number, num_draft_tokens=2, max_depth=1, topk=1)
         pool.place([one])
-        names.append(one.draft.drafter if one.draft is not None else "")
+        names.append(one.draft.link.name if one.draft is not None else "")
     assert sorted(names) == ["", "", "large", "large", "large", "small"]
     opened = next(iter(pool.links[1].send_buffer._opens.values()))
     assert (opened.node_cap, opened.max_depth, opened.topk) == (2, 1, 1)
@@ -206,7 +206,7 @@ def test_no_session_is_placed_on_a_drafter_without_its_draft_mode() -> None:
     pool, sampled, greedy = pool_of(chosen), session(1, DraftMode.SAMPLED), session(2, DraftMode.GREEDY)
     pool.place([sampled, greedy])
     assert sampled.draft is None
-    assert greedy.draft.drafter == "chosen"
+    assert greedy.draft.link.name == "chosen"
     assert (pool.has("", DraftMode.SAMPLED), pool.has("", DraftMode.GREEDY)) == (False, True)
     old = up(link("old"))
     pool.links.append(old)
@@ -214,7 +214,7 @@ def test_no_session_is_placed_on_a_drafter_without_its_draft_mode() -> None:
     heard_load(old, 1, draining=True)
     heard_load(chosen, 1)
     pool.balance([sampled])
-    assert (sampled.draft.drafter, sampled.next_draft) == ("old", None)  # nor moved there
+    assert (sampled.draft.link.name, sampled.next_draft) == ("old", None)  # nor moved there
 
 
 def test_the_last_load_report_of_a_drafter_counts() -> None:
@@ -231,7 +231,7 @@ def test_a_lost_link_leaves_its_sessions_to_others() -> None:
         opened(busy, one)
         tree = one.draft.tree
         busy._on_stream_end()
-        assert one.draft.link is None  # what has arrived is verified once more
+        assert one.draft.closed  # what has arrived is verified once more
         assert one.draft.tree is tree
         assert one.draft.at_rest
         assert busy.room == 0
@@ -276,7 +276,7 @@ def moving() -> tuple[DrafterPool, Link, Link, Session]:
 def test_a_move_makes_before_it_breaks() -> None:
     pool, old, new, one = moving()
     first, coming = one.draft, one.next_draft
-    assert (first.drafter, coming.drafter) == ("old", "new")
+    assert (first.link.name, coming.link.name) == ("old", "new")
     pool.commit(one, (1,), every_node)
     assert (one.draft, one.next_draft) == (first, coming)  # nothing was heard from there: both follow
     assert first.tree.hash == coming.tree.hash
@@ -284,7 +284,7 @@ def test_a_move_makes_before_it_breaks() -> None:
     assert one.draft is first  # a tree that waits for its round is not replaced in it
     pool.commit(one, (2,), every_node)
     assert (one.draft, one.next_draft) == (coming, None)
-    assert first.link is None
+    assert first.closed
     assert not old.drafts
     assert list(new.drafts) == [coming.slot]
 
@@ -310,7 +310,7 @@ def test_a_move_to_a_silent_drafter_is_abandoned() -> None:
     new.flush()
     one.next_draft.unanswered_since_s = new.unanswered_since_s = long_ago(new.unanswered_since_s)
     for _ in range(MAX_MISSES):
-        assert one.next_draft.drafter == "new"
+        assert one.next_draft.link.name == "new"
         due(pool, one)
         pool.commit(one, (1,), every_node)
         assert one.draft is first
@@ -319,7 +319,7 @@ def test_a_move_to_a_silent_drafter_is_abandoned() -> None:
     pool.links.append(third)
     pool._known.add("third")
     due(pool, one)
-    assert one.next_draft.drafter == "third"
+    assert one.next_draft.link.name == "third"
 
 
 def due(pool: DrafterPool, one: Session) -> None:
@@ -373,7 +373,7 @@ def test_a_drafter_that_comes_is_used_by_running_sessions_within_a_second_and_on
             pool.commit(one, (1,), every_node)
 
     def at(name: str) -> int:
-        return sum(one.draft.drafter == name for one in running)
+        return sum(one.draft.link.name == name for one in running)
 
     leaving = False
     pool.links.append(new)
@@ -414,12 +414,16 @@ def test_a_drafter_that_can_never_take_a_session_is_not_asked_again_and_others_a
     short, long, one = up(link("short")), up(link("long"), 3), session()
     pool = pool_of(short, long)
     pool.place([one])
-    assert one.draft.drafter == "short"
+    assert one.draft.link.name == "short"
     short._receive(FromDrafter(rejects=(Reject(one.draft.slot, "context"),)))
     pool.commit(one, (1,), every_node)
     assert (one.draft, one.unfit) == (None, {"short"})
     pool.place([one])
-    assert one.draft.drafter == "long"
+    assert one.draft.link.name == "long"
+    last = session(2)
+    last.unfit = {"short", "long"}
+    pool.place([last])
+    assert last.draft is None
 
 
 def test_room_counts_the_sessions_of_other_verifiers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.kv import blocks_needed
 from support.services import request
 
 from rootward.core.requests import DraftMode, Rule
@@ -46,7 +47,7 @@ def test_room_and_blocks_are_what_the_model_would_take(fed: int) -> None:
     room, blocks = Slots(target, 8).held(one)
     assert target.num_blocks - target.num_free_blocks == blocks
     for rows in range(1, 10):
-        assert -(-max(0, rows - room) // target.block_size) == target.blocks_needed(one.kv_slot, rows)
+        assert -(-max(0, rows - room) // target.block_size) == blocks_needed(target, one.kv_slot, rows)
 
 
 def test_a_place_is_promised_with_room_for_the_text_and_one_tree() -> None:

@@ -36,11 +36,6 @@ def test_best_drafter_by_free_share_tokens_per_round_and_latency(views, best) ->
     assert best_drafter(views) == best
 
 
-def test_unfit_drafters_are_excluded() -> None:
-    assert best_drafter([view("a"), view("b", 9)], unfit={"a"}) == "b"
-    assert best_drafter([view("a")], unfit={"a"}) is None
-
-
 def after(views: list[DrafterView], steps: list[Move]) -> dict[str, int]:
     held = {v.name: v.used for v in views}
     for step in steps:

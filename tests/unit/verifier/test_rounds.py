@@ -7,9 +7,11 @@ import math
 import pytest
 from support.services import verifier_settings
 
+from rootward.core.frames import Hello
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import DraftMode, Rule, Speculation, SpeculationMode, Stopping, VerifierRequest
 from verifier_service.draft_pace import DraftPace
+from verifier_service.drafter_link import Link
 from verifier_service.rounds import Rounds
 from verifier_service.runner import Outcome
 from verifier_service.scheduler import LATE, Plan
@@ -93,9 +95,10 @@ def living(*, kept: int, cap: int, next_s: float, rule: Rule = Rule.TRAVERSAL) -
     for _ in range(kept):
         parent = tree.draw(parent, 1, sampled=False)
     session.statistics, session.round.max_nodes, session.round.target_nodes = rounds.statistics(session), cap, cap
-    pace = DraftPace(next_s)
-    pace.on_more_growth(0.001, 1, cap)
-    draft = session.draft = Draft(None, 1, tree, has_growth=True, pace=pace, wanted=cap)
+    link = Link("d", lambda: Hello("v", 1, "", 5, 64), lambda: None)
+    link.pace = DraftPace(next_s)
+    link.pace.on_more_growth(0.001, 1, cap)
+    draft = session.draft = Draft(link, 1, tree, has_growth=True, wanted=cap)
     rounds.start_round_timer(session)
     return rounds, session, draft
 
@@ -105,8 +108,8 @@ def test_a_tree_is_due_by_the_pace_of_trees_of_its_size() -> None:
     rounds, session, draft = living(kept=0, cap=6, next_s=0.01)
     draft.rerooted_s = session.round.committed_s
     for _ in range(30):
-        draft.pace.on_more_growth(0.005, 1, size=6)
-        draft.pace.on_more_growth(0.005, 4, size=16)
+        draft.link.pace.on_more_growth(0.005, 1, size=6)
+        draft.link.pace.on_more_growth(0.005, 4, size=16)
     assert rounds.due(session, draft.rerooted_s)[0] == pytest.approx(0.01 + 5 * 0.005, rel=0.01)
 
 

@@ -28,7 +28,7 @@ def test_the_circuit_of_a_silent_drafter_opens_and_is_probed_later() -> None:
         assert busy.room > 0
         busy.record_round(one.draft, missed=True)
     assert busy.room == 0
-    assert one.draft.link is None
+    assert one.draft.closed
     busy.breaker.until_s = 0.0
     assert busy.room == 1  # one session, to see
 
@@ -41,19 +41,19 @@ def test_a_tree_that_its_drafter_has_forgotten_is_given_up_whatever_others_get()
     busy.commit(one, one.draft, (2,), every_node)
     for _ in range(20):
         busy.record_round(one.draft, missed=True)
-    assert one.draft.link is busy  # it may still come
+    assert not one.draft.closed  # it may still come
     grown(busy, one.draft, 0)
     busy.commit(one, one.draft, (1,), every_node)
     one.draft.unanswered_since_s = long_ago(one.draft.unanswered_since_s)
     for _ in range(MAX_MISSES):
-        assert one.draft.link is busy  # we may have been away ourselves
+        assert not one.draft.closed  # we may have been away ourselves
         grown(busy, other.draft)
         busy.commit(other, other.draft, (1,), every_node)
         busy.record_round(other.draft, missed=False)
         busy.record_round(one.draft, missed=True)
-    assert one.draft.link is None
+    assert one.draft.closed
     assert one.draft.at_rest  # what has arrived is verified once more
-    assert other.draft.link is busy
+    assert not other.draft.closed
     assert busy.room > 0
 
 
@@ -73,7 +73,7 @@ async def test_a_pause_of_the_verifier_does_not_open_the_breaker(running: bool) 
     for one in sessions:
         busy.record_round(one.draft, missed=True)
     assert (busy.breaker.state(time.monotonic()) is CircuitState.CLOSED) is not running
-    assert all((one.draft.link is busy) is not running for one in sessions)
+    assert all(one.draft.closed is running for one in sessions)
 
 
 def test_a_drafter_that_reads_a_long_text_is_not_silent() -> None:

@@ -19,7 +19,13 @@ class One:
     tenant: str = "a"
     priority: int = 0
     done: bool = False
+    has_run: bool = False  # and was preempted
     number: int = field(default_factory=lambda: next(NUMBERS))
+
+    @property
+    def request(self) -> One:
+        """Tenant and priority are all that is asked of it."""
+        return self
 
 
 def line(*ones: One) -> WaitingQueue:
@@ -93,25 +99,21 @@ def test_nothing_is_kept_of_tenants_that_do_not_wait() -> None:
 
 
 def test_the_preempted_come_first_but_not_before_a_better_priority() -> None:
-    fresh, urgent, old, older = One(), One(priority=-1), One(number=-1), One(number=-2)
-    waiting = line(fresh, urgent)
-    waiting.push(old, preempted=True)
-    waiting.push(older, preempted=True)
+    fresh, urgent = One(), One(priority=-1)
+    old, older = One(number=-1, has_run=True), One(number=-2, has_run=True)
+    waiting = line(fresh, urgent, old, older)
     assert drained(waiting) == [urgent, older, old, fresh]
 
 
 def test_those_that_are_done_are_passed_over_and_not_counted() -> None:
-    gone, stays, preempted = One("a"), One("b", priority=5), One()
-    waiting = line(gone, stays)
-    waiting.push(preempted, preempted=True)
+    gone, stays, preempted = One("a"), One("b", priority=5), One(has_run=True)
+    waiting = line(gone, stays, preempted)
     gone.done = preempted.done = True
     assert (len(waiting), waiting.num_fresh) == (1, 1)
     assert served(waiting) is stays
     assert waiting.head() is None
-    for one in (gone, preempted):
-        waiting.discard(one)
+    assert waiting.remove_done() == [gone, preempted]
     assert not waiting._waiting
-    assert not waiting._preempted
 
 
 ONES = st.builds(One, tenant=st.sampled_from("abc"), priority=st.integers(-1, 1), done=st.booleans())
@@ -127,12 +129,12 @@ def test_each_request_that_is_not_cancelled_gets_one_slot(moves: list[tuple[One,
             left += [served(waiting)] if waiting.head() is not None else []
             continue
         came.append(one)
-        waiting.push(one, preempted=move == "front")
+        one.has_run = move == "front"
+        waiting.push(one)
     left += drained(waiting)
     assert sorted(one.number for one in left) == sorted(one.number for one in came if not one.done)
 
 
 def test_preempted_ones_do_not_fill_the_queue() -> None:
-    waiting = line(One(), One())
-    waiting.push(One(), preempted=True)
+    waiting = line(One(), One(), One(has_run=True))
     assert (waiting.num_fresh, len(waiting)) == (2, 3)

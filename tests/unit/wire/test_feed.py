@@ -16,6 +16,10 @@ def run(offset, *tokens, epoch=1, **fields):
     return Committed(epoch, offset, tokens, tuple(i < len(tokens) - 1 for i in range(len(tokens))), **fields)
 
 
+def num_tokens(queue):
+    return sum(len(item.tokens) for item in queue._items)
+
+
 def arrived(*items, merging=True):
     made = RunQueue(merging=merging)
     for item in items:
@@ -30,10 +34,10 @@ async def test_queued_runs_are_merged_up_to_the_finish():
         run(2, 7, logprobs=(told[2],)),
         run(3, 8, logprobs=(told[3],), finish=END),
     )
-    assert waiting.num_tokens == 4
+    assert num_tokens(waiting) == 4
     joined = Committed(1, 0, (5, 6, 7, 8), (True, False, False, False), END, tuple(told), prefilled=Prefilled(3))
     assert await waiting.take() == joined
-    assert waiting.num_tokens == 0
+    assert num_tokens(waiting) == 0
 
 
 @pytest.mark.parametrize(
