@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn import functional
 
 FORMAT = "LlamaForCausalLMEagle3"
-WINDOW = (
-    256  # positions that a head sees: chats to learn from are about as long, and distances that it never saw mislead it
-)
+# Positions that a head sees: chats to learn from are about as long, and distances that it never saw mislead it.
+WINDOW = 256
+SLIDING = ["sliding_attention"]  # `layer_types` of a head with a window
 
 
 class _Attention(nn.Module):
@@ -98,8 +98,9 @@ class DraftHead(nn.Module):
             query, key, value = self._split(mixed, rotary)
             keys.append(key)
             values.append(value)
-            # Heads of files without a window see everything.
-            visible = (distance >= step) & (distance < self.config.get("sliding_window", length))
+            visible = distance >= step
+            if self.config.get("layer_types") == SLIDING:  # other heads see everything
+                visible &= distance < self.config["sliding_window"]
             attended = self._attend(query, keys, values, visible)
             residual = current.flatten(0, 1)[rows] + attention.o_proj(attended.flatten(0, 1)[rows])
             output = residual + layer.mlp(layer.post_attention_layernorm(residual))
@@ -204,7 +205,7 @@ def head_config(target: Any, draft_vocab: int, layers: tuple[int, ...]) -> dict[
         "num_key_value_heads": target.num_key_value_heads,
         "head_dim": getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
         "num_hidden_layers": 1,
-        "layer_types": ["sliding_attention"],
+        "layer_types": SLIDING,
         "sliding_window": WINDOW,
         "hidden_act": "silu",
         "rms_norm_eps": target.rms_norm_eps,

@@ -51,7 +51,7 @@ def drafted(head: DraftHead, states: torch.Tensor, embeddings: torch.Tensor, bas
         query = _rotate(attention.q_proj(both).view(4, 4), cos, sin)
         keys.append(_rotate(attention.k_proj(both).view(2, 4), cos, sin))
         values.append(attention.v_proj(both).view(2, 4))
-        seen = slice(-head.config.get("sliding_window", LENGTH), None)
+        seen = slice(-(head.config.get("sliding_window") or LENGTH), None)
         key, value = (torch.stack(x[seen]).repeat_interleave(2, 1) for x in (keys, values))
         weights = (torch.einsum("hd,thd->ht", query, key) / 2).softmax(-1)
         residual = feature + attention.o_proj(torch.einsum("ht,thd->hd", weights, value).flatten())
@@ -63,7 +63,8 @@ def drafted(head: DraftHead, states: torch.Tensor, embeddings: torch.Tensor, bas
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_unrolled_steps_equal_drafting_one_token_at_a_time(head: DraftHead, window: int | None) -> None:
-    head.config = CONFIG if window is None else {**CONFIG, "sliding_window": window}
+    kinds = ["full_attention"] if window is None else ["sliding_attention"]
+    head.config = {**CONFIG, "layer_types": kinds, "sliding_window": window}
     states, embeddings = torch.randn(2, LENGTH, 3 * HIDDEN).double(), torch.randn(2, LENGTH, HIDDEN).double()
     answer = torch.zeros(2, LENGTH, dtype=torch.bool)
     answer[0, 2:] = True
