@@ -219,7 +219,8 @@ class EngineLoop:
         if self.runner.head is None or not self.pool.wants_features(session):
             session.features = None
         elif session.features is None:
-            session.features = TextFeatures(self.settings.feature_window)
+            most = self.settings.feature_window
+            session.features = TextFeatures(min(self.runner.head.window or most, most))
         return session.features
 
     def _launch(self, number: int, max_nodes: int) -> Round:

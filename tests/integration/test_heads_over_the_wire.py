@@ -126,6 +126,17 @@ async def test_the_end_of_a_long_prompt_is_sent_in_parts(numbers: int, monkeypat
     assert last.finish.stats.block_efficiency > 2.0
 
 
+async def test_no_more_positions_are_sent_than_the_head_sees() -> None:
+    target = target_of()
+    head = TabularHead(target)
+    head.window = 16
+    prompt = tuple(i % 12 for i in range(100))
+    async with over_grpc(target, TabularHead(target), fuse=head) as system:
+        tokens, _ = await collect(system.verifier, request(prompt=prompt, temperature=0.0, max_tokens=60))
+        read = 2 * 2 * (16 + len(tokens))  # bfloat16, two numbers a feature
+        assert read - 80 <= sent_bytes(system.service) <= read
+
+
 async def test_nothing_is_captured_or_sent_where_no_drafter_has_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = tabular_pair()
     exposed: list[tuple[int, ...]] = []
