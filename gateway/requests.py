@@ -41,18 +41,21 @@ def speculation_of(
     topk: int | None = None,
     drafter: str = "",
 ) -> Speculation:
-    """The speculation that a request asks for by names. ValueError for a strategy that is none."""
+    """The speculation that a request asks for by names. ValueError, with the path of the field, for values that cannot be."""
     rule, draft_mode = VERIFICATIONS[verification] if verification else (None, None)
-    return Speculation(
-        SpeculationMode(mode),
-        rule,
-        draft_mode,
-        num_draft_tokens=num_draft_tokens,
-        max_depth=max_depth,
-        topk=topk,
-        drafter=drafter,
-        strategy=None if draft_strategy is None else DraftStrategy.parse(draft_strategy),
-    )
+    try:
+        return Speculation(
+            SpeculationMode(mode),
+            rule,
+            draft_mode,
+            num_draft_tokens=num_draft_tokens,
+            max_depth=max_depth,
+            topk=topk,
+            drafter=drafter,
+            strategy=None if draft_strategy is None else DraftStrategy.parse(draft_strategy),
+        )
+    except ValueError as error:
+        raise ValueError(f"speculation.{error}") from error
 
 
 @dataclass(frozen=True, slots=True)

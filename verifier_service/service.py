@@ -232,7 +232,9 @@ class VerifierService:
             and not self.pool.has(drafter, draft_mode)
             and not self.local.grows(drafter, rule)
         ):
-            raise NoDrafter("speculation.mode: 'required' and no drafter grows such trees; use 'auto', or start one")
+            field = "speculation.mode"
+            why = f"{field}: 'required' and no drafter grows such trees; use 'auto', or start one"
+            raise NoDrafter(why, metadata={"field": field})
         self.admission.fence(request, rule)
         self._num_sessions += 1
         eos = frozenset(self.model.info.eos_ids)

@@ -398,7 +398,7 @@ def choose_rule(
         except ValueError as error:
             wrong = error
     wanted = wish.rule.value if wish.rule is not None else str(wish.strategy or default)
-    raise InvalidRequest("speculation.rule", wanted, f"cannot be served: {wrong}")
+    raise InvalidRequest("speculation.verification", wanted, f"cannot be served: {wrong}")
 
 
 def _only_for(wish: Speculation) -> DraftStrategy | None:

@@ -132,8 +132,9 @@ async def test_a_request_may_name_its_drafter_and_unknown_names_are_refused() ->
             await collect(verifier, unknown)
         for rule in (Rule.BLOCK, Rule.MULTI_STEP):  # what is looked up is no chain and no copies
             wish = Speculation(SpeculationMode.REQUIRED, rule, drafter="ngram")
-            with pytest.raises(NoDrafter):
+            with pytest.raises(NoDrafter, match=r"speculation.mode: ") as refused:
                 await collect(verifier, VerifierRequest(rule.value, (1, 2), speculation=wish))
+            assert refused.value.metadata["field"] == "speculation.mode"
     async with verifier_of(target, {}) as verifier:
         asked = VerifierRequest("r", (1, 2), speculation=named("default", SpeculationMode.REQUIRED))
         with pytest.raises(NoDrafter):

@@ -241,7 +241,7 @@ def test_a_request_or_else_its_drafters_choose_the_strategy(wish: dict, default:
 )
 def test_a_rule_that_the_strategy_asked_for_does_not_allow_is_refused(strategy: str, rule: Rule, fix: str) -> None:
     wish = Speculation(rule=rule, strategy=DraftStrategy.parse(strategy))
-    with pytest.raises(InvalidRequest, match=rf"speculation.rule: '{rule.value}'.*{fix}"):
+    with pytest.raises(InvalidRequest, match=rf"speculation.verification: '{rule.value}'.*{fix}"):
         choose_rule(VerifierRequest("r", (1,), speculation=wish), DraftMode.GREEDY)
 
 
@@ -256,7 +256,9 @@ def test_a_rule_that_would_not_be_lossless_is_refused_and_never_replaced(rule: R
     wish = Speculation(law=DraftMode.COUPLED)
     object.__setattr__(wish, "rule", rule)  # however it got past its own check
     wanted = VerifierRequest("r", (1,), sampling=Sampling(temperature), speculation=wish)
-    with pytest.raises(InvalidRequest, match=f"speculation.rule: '{rule.value}' .* is not lossless for coupled"):
+    with pytest.raises(
+        InvalidRequest, match=f"speculation.verification: '{rule.value}' .* is not lossless for coupled"
+    ):
         choose_rule(wanted, DraftMode.SAMPLED)
 
 
