@@ -33,6 +33,7 @@ from rootward import demo
 from rootward.cli.output import legend, print_delta, visible
 from rootward.cli.serve import address_of, services_running
 from rootward.client import Client, SamplingParams, Speculation
+from rootward.engine.gguf_files import local_model
 from rootward.errors import ConfigurationError, RootwardError
 
 START_TIMEOUT_S = 180.0
@@ -69,8 +70,6 @@ class Pair:
 def real_pair(file: Path) -> Pair:
     """SmolLM2 with its shipped draft head, which the verifier runs beside look-up of n-grams: on one machine a head in a drafter service
     would compete with the target for the cores."""
-    from rootward.engine.checkpoint import local_model  # imports torch
-
     folder = local_model(str(file))
     return Pair(
         name=smollm2.NAME,

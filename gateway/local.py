@@ -25,6 +25,7 @@ from gateway.settings import LocalSettings
 from rootward.addresses import reserved_port, split_host_port
 from rootward.client import AsyncClient
 from rootward.demo import paths, smollm2, smollm2_head
+from rootward.engine.gguf_files import local_model
 from rootward.errors import APIError, ConfigurationError
 from rootward.host import available_cores, threads_of_drafters
 from rootward.telemetry import configure_logging
@@ -244,8 +245,6 @@ def _deployment(settings: LocalSettings, folder: str, *, reserved: ExitStack, lo
     settings = with_models(settings)
     target, draft, name = settings.model, settings.draft_model, settings.served_model_name
     if target.endswith(".gguf"):
-        from rootward.engine.checkpoint import local_model  # imports torch
-
         name = name or Path(target).stem  # not that of the folder with the converted weights
         target = local_model(target)
     count = 0 if draft == "none" else settings.num_drafters

@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -18,7 +17,6 @@ import torch
 
 from rootward.engine.parallel import Group, check_shape, whole
 from rootward.errors import ConfigurationError, first_line
-from rootward.host import user_cache
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +50,7 @@ def read_network(
         options |= _shared(path_or_name, group)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()  # it would fill a log
-    with _reading(path_or_name):
+    with reading(path_or_name):
         network, found = AutoModelForCausalLM.from_pretrained(
             path_or_name, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
@@ -82,7 +80,7 @@ def read_ends(path_or_name: str, *, device: str = "cpu", dtype: str = "auto") ->
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dtype = _chosen_dtype(path_or_name, device, dtype)
-    with _reading(path_or_name), torch.device("meta"):
+    with reading(path_or_name), torch.device("meta"):
         config = AutoConfig.from_pretrained(path_or_name)
         network = AutoModelForCausalLM.from_config(config)
     kept = {"auto": config.get_text_config().dtype or torch.float32}.get(dtype) or getattr(torch, dtype)
@@ -107,10 +105,10 @@ def _tensor(path_or_name: str, name: str, device: str, dtype: torch.dtype) -> to
         return found
 
     index = file_of("model.safetensors.index.json")
-    with _reading(path_or_name):
+    with reading(path_or_name):
         shard = json.loads(Path(index).read_text())["weight_map"].get(name, "") if index else "model.safetensors"
     if (file := file_of(shard) if shard else None) is not None:
-        with _reading(path_or_name), safe_open(file, "pt") as tensors:
+        with reading(path_or_name), safe_open(file, "pt") as tensors:
             if name in tensors.keys():  # noqa: SIM118  # it is no dict
                 tensor: torch.Tensor = tensors.get_tensor(name).to(device, dtype)
                 return tensor
@@ -136,7 +134,7 @@ def cpu_dtype(path_or_name: str) -> tuple[str, str]:
 
     from rootward.engine.layers import KINDS
 
-    with _reading(path_or_name):
+    with reading(path_or_name):
         config = AutoConfig.from_pretrained(path_or_name)
     if getattr(config, "quantization_config", None) is not None:
         return "auto", "the checkpoint is quantised"
@@ -150,66 +148,6 @@ def cpu_dtype(path_or_name: str) -> tuple[str, str]:
     if stored == torch.bfloat16 and config.model_type in KINDS:
         return "bfloat16", "half the memory to read a step; weights become float32 in registers"
     return "float32", "the processor has no bfloat16 arithmetic"
-
-
-def local_model(spec: str) -> str:
-    """The folder or hub name to read: a GGUF file is converted once, into the user's cache directory.
-
-    Its weights become bfloat16, or float32 if the file has no others. ConfigurationError if that cannot be done.
-    """
-    if not spec.endswith(".gguf"):
-        return spec
-    file = Path(spec).expanduser().resolve()
-    if not file.is_file():
-        raise ConfigurationError(
-            f"model: no file at {spec!r}; give a GGUF file, a folder with config.json, or a hub name"
-        )
-    if find_spec("gguf") is None:
-        raise ConfigurationError("model: GGUF files need one more package; run pip install 'rootward[worker]'")
-    facts = file.stat()
-    key = hashlib.sha256(f"{file}:{facts.st_size}:{facts.st_mtime_ns}".encode()).hexdigest()[:16]
-    cache = user_cache() / "gguf"
-    folder = cache / f"{file.stem}-{key}"
-    if not (folder / "config.json").is_file():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            own = Path(scratch) / "model"
-            own.mkdir(mode=0o700)
-            _convert(file, own)
-            try:
-                own.rename(folder)
-            except OSError:
-                if not (folder / "config.json").is_file():  # otherwise another process has written it
-                    raise
-    return str(folder)
-
-
-def _convert(file: Path, folder: Path) -> None:
-    from gguf import GGMLQuantizationType, GGUFReader
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    log.info("%s: reading; this takes a while, once", file.name)
-    with _reading(str(file)):
-        kinds = {tensor.tensor_type for tensor in GGUFReader(file).tensors}
-        dtype = torch.float32 if kinds == {GGMLQuantizationType.F32} else torch.bfloat16
-        network = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-    # Saved as an unquantised network: otherwise it would be run by the modules of GGUF files.
-    config = network.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    result = plain.load_state_dict(network.state_dict(), strict=False)
-    plain.tie_weights()
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    if wrong_names := (set(result.missing_keys) - tied) | set(result.unexpected_keys):
-        raise ConfigurationError(
-            f"model: {file.name} is read by transformers as other weights than its architecture has "
-            f"({', '.join(sorted(wrong_names)[:3])}); convert it to a folder of safetensors"
-        )
-    plain.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    log.info("%s: %s weights in %s", file.name, str(dtype).removeprefix("torch."), folder)
 
 
 def fingerprint(network: Any, adapter: str | None = None) -> str:
@@ -253,7 +191,7 @@ def _shared(path_or_name: str, group: Group) -> dict[str, Any]:
 
     if find_spec("accelerate") is None:
         raise ConfigurationError("tensor_parallel: needs more packages; run pip install 'rootward[tensor-parallel]'")
-    with _reading(path_or_name):
+    with reading(path_or_name):
         from transformers.distributed import DistributedConfig
 
         config = AutoConfig.from_pretrained(path_or_name)
@@ -304,7 +242,7 @@ def _merged(network: Any, adapter: str, group: Group | None) -> Any:
 
 
 @contextmanager
-def _reading(path_or_name: str) -> Iterator[None]:
+def reading(path_or_name: str) -> Iterator[None]:
     """ConfigurationError for every error of a reader: damaged files raise many types."""
     try:
         yield

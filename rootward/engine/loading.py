@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rootward.engine.gguf_files import local_model
 from rootward.engine.tabular import TabularModel
 from rootward.engine.tokenizers import find_tokenizer, is_path
 from rootward.errors import ConfigurationError
@@ -62,8 +63,6 @@ def load_model(
             raise ConfigurationError(f"cuda_graphs: {spec!r} runs on no device; leave it out")
         return _tabular(spec, max_slots, max_len, kv_cache_tokens)
     if spec.endswith(".gguf"):
-        from rootward.engine.checkpoint import local_model
-
         spec = local_model(spec)
     require_folder(spec)
     from rootward.engine.checkpoint import read_network  # transformers takes seconds to import

@@ -22,7 +22,7 @@ from support.processes import gateway, verifier
 
 from benchmarks import smollm2
 from rootward import demo
-from rootward.engine.checkpoint import local_model
+from rootward.engine.gguf_files import local_model
 
 HEAD = demo.paths().target.with_name("smollm2_head")
 QUESTION = "Name three colours of the rainbow."

@@ -17,7 +17,7 @@ from unit.engine import networks
 
 from rootward.core.requests import Sampling
 from rootward.core.tree import root_only
-from rootward.engine import checkpoint
+from rootward.engine import gguf_files
 from rootward.engine.checkpoint import cpu_dtype
 from rootward.engine.loading import load_model
 from rootward.engine.processors import Prefix, adjusted
@@ -165,19 +165,19 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.Monke
         converted.append(file)
         (folder / "config.json").write_text("{}", encoding="utf-8")
 
-    monkeypatch.setattr(checkpoint, "_convert", convert)
+    monkeypatch.setattr(gguf_files, "_convert", convert)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "small.gguf"
     file.write_bytes(b"GGUF")
-    folder = checkpoint.local_model(str(file))
-    assert checkpoint.local_model(str(file)) == folder
+    folder = gguf_files.local_model(str(file))
+    assert gguf_files.local_model(str(file)) == folder
     assert converted == [file.resolve()]
     assert [path.name for path in Path(folder).parent.iterdir()] == [Path(folder).name]
     file.write_bytes(b"GGUF, changed")
-    assert checkpoint.local_model(str(file)) != folder
-    assert checkpoint.local_model("owner/name") == "owner/name"
+    assert gguf_files.local_model(str(file)) != folder
+    assert gguf_files.local_model("owner/name") == "owner/name"
     with pytest.raises(ConfigurationError, match="no file at"):
-        checkpoint.local_model(str(tmp_path / "other.gguf"))
+        gguf_files.local_model(str(tmp_path / "other.gguf"))
 
 
 def test_a_gguf_file_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

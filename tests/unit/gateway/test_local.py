@@ -16,7 +16,7 @@ from gateway.local import Child, _deployment
 from gateway.settings import GatewaySettings, LocalSettings
 from rootward import demo
 from rootward.demo import paths
-from rootward.engine import checkpoint
+from rootward.engine import gguf_files
 from rootward.errors import ConfigurationError
 from verifier_service.settings import VerifierSettings
 
@@ -43,7 +43,7 @@ def test_the_shipped_pair_is_the_default_without_a_download(
 def test_smollm2_with_its_head_is_the_default_once_it_was_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "_convert", lambda file, folder: (folder / "config.json").write_text("{}"))
+    monkeypatch.setattr(gguf_files, "_convert", lambda file, folder: (folder / "config.json").write_text("{}"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     demo.smollm2().parent.mkdir(parents=True)
     demo.smollm2().write_bytes(b"GGUF")
@@ -110,11 +110,11 @@ def test_folders_and_hub_names_are_served_under_their_last_part(model: str) -> N
 
 
 def test_a_gguf_file_is_served_under_its_stem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_convert", lambda file, folder: (folder / "config.json").write_text("{}"))
+    monkeypatch.setattr(gguf_files, "_convert", lambda file, folder: (folder / "config.json").write_text("{}"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "Some-Model.Q8_0.gguf"
     file.write_bytes(b"GGUF")
-    converted = checkpoint.local_model(str(file))
+    converted = gguf_files.local_model(str(file))
     gateway, verifier, drafters = started("--model", str(file), "--draft-model", "none")
     assert (gateway.model, verifier.model, drafters) == (converted, converted, [])
     assert gateway.served[0].name == verifier.name == "Some-Model.Q8_0"
@@ -144,7 +144,7 @@ async def test_a_gguf_draft_with_another_tokenizer_drafts_in_the_vocabulary_of_t
         vocab[rarest], vocab[second] = vocab[second], vocab[rarest]
         (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
 
-    monkeypatch.setattr(checkpoint, "_convert", convert)
+    monkeypatch.setattr(gguf_files, "_convert", convert)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "draft.gguf"
     file.write_bytes(b"GGUF")

@@ -1,12 +1,19 @@
 """Tokenizers as the gateway uses them: found or refused, prompts as given, conversations by the model's template."""
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from unit.gateway.tokenizers_for_tests import END, byte_level
 
 from gateway.requests import Chat
 from gateway.settings import GatewaySettings, LocalSettings
 from gateway.tokenizer import HuggingFaceTokenizer, TokenNumbers, load_tokenizer
+from rootward.demo import paths
+from rootward.engine import tokenizers
 from rootward.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
 
 TEMPLATE = (
@@ -26,6 +33,49 @@ def test_a_folder_is_loaded(folder):
     tokenizer = load_tokenizer(str(folder))
     assert tokenizer.decode(tokenizer.encode("def f")) == "def f"
     assert len(tokenizer.content_hash) == 64
+
+
+WITHOUT_TORCH = """
+import sys
+
+from gateway.requests import Chat
+from gateway.tokenizer import load_tokenizer
+
+tokenizer = load_tokenizer(sys.argv[1])
+tokenizer.encode_chat(Chat(({"role": "user", "content": "hello"},)))
+print(tokenizer.content_hash, tokenizer.decode(tokenizer.encode("def f")), "torch" in sys.modules)
+"""
+
+
+def test_a_tokenizer_without_a_class_of_its_own_is_that_of_transformers_and_is_loaded_without_torch():
+    folder = str(paths().target)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, folder], capture_output=True, text=True, check=True, cwd=Path.cwd()
+    )
+    expected = AutoTokenizer.from_pretrained(folder)
+    assert done.stdout.split("\n")[0] == f"{tokenizers.content_hash(expected)} def f False"
+    ours = tokenizers.load_tokenizer(folder)
+    assert (type(ours), ours.init_kwargs) == (type(expected), expected.init_kwargs)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", '{"tokenizer_class": "LlamaTokenizer"}'),
+        ("tokenizer_config.json", '{"tokenizer_class": "TokenizersBackend", "auto_map": {}}'),
+        ("tokenizer_config.json", "[]"),
+        ("tekken.json", "{}"),
+    ],
+)
+def test_transformers_finds_the_class_of_other_tokenizers(file, content, folder, tmp_path, monkeypatch):
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    (copy / file).write_text(content)
+    asked = []
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", asked.append)
+    with pytest.raises(AttributeError):
+        load_tokenizer(str(copy))
+    assert asked == [str(copy)]
 
 
 @pytest.mark.parametrize("name", ["/nowhere", "./nowhere", "a/b/c"])

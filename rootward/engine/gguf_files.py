@@ -1,0 +1,77 @@
+"""GGUF files: each is converted once to a model folder. Torch is imported only for that, so that processes without a model stay small."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from rootward.errors import ConfigurationError
+from rootward.host import user_cache
+
+log = logging.getLogger(__name__)
+
+
+def local_model(spec: str) -> str:
+    """The folder or hub name to read: a GGUF file is converted once, into the user's cache directory.
+
+    Its weights become bfloat16, or float32 if the file has no others. ConfigurationError if that cannot be done.
+    """
+    if not spec.endswith(".gguf"):
+        return spec
+    file = Path(spec).expanduser().resolve()
+    if not file.is_file():
+        raise ConfigurationError(
+            f"model: no file at {spec!r}; give a GGUF file, a folder with config.json, or a hub name"
+        )
+    if find_spec("gguf") is None:
+        raise ConfigurationError("model: GGUF files need one more package; run pip install 'rootward[worker]'")
+    facts = file.stat()
+    key = hashlib.sha256(f"{file}:{facts.st_size}:{facts.st_mtime_ns}".encode()).hexdigest()[:16]
+    cache = user_cache() / "gguf"
+    folder = cache / f"{file.stem}-{key}"
+    if not (folder / "config.json").is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+            own = Path(scratch) / "model"
+            own.mkdir(mode=0o700)
+            _convert(file, own)
+            try:
+                own.rename(folder)
+            except OSError:
+                if not (folder / "config.json").is_file():  # otherwise another process has written it
+                    raise
+    return str(folder)
+
+
+def _convert(file: Path, folder: Path) -> None:
+    import torch
+    from gguf import GGMLQuantizationType, GGUFReader
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from rootward.engine.checkpoint import reading
+
+    log.info("%s: reading; this takes a while, once", file.name)
+    with reading(str(file)):
+        kinds = {tensor.tensor_type for tensor in GGUFReader(file).tensors}
+        dtype = torch.float32 if kinds == {GGMLQuantizationType.F32} else torch.bfloat16
+        network = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    # Saved as an unquantised network: otherwise it would be run by the modules of GGUF files.
+    config = network.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    result = plain.load_state_dict(network.state_dict(), strict=False)
+    plain.tie_weights()
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    if wrong_names := (set(result.missing_keys) - tied) | set(result.unexpected_keys):
+        raise ConfigurationError(
+            f"model: {file.name} is read by transformers as other weights than its architecture has "
+            f"({', '.join(sorted(wrong_names)[:3])}); convert it to a folder of safetensors"
+        )
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    log.info("%s: %s weights in %s", file.name, str(dtype).removeprefix("torch."), folder)
