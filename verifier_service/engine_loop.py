@@ -285,7 +285,11 @@ class EngineLoop:
             session.feed(size, chunk.prompt_logprobs)
             self.rounds.start_round_timer(session)
         for (number, _), done, outcome in zip(plan.launches, rounds, outcomes, strict=True):
-            self._commit(self.running[number], done, outcome)
+            if outcome.failure is None:
+                self._commit(self.running[number], done, outcome)
+            else:
+                log.error("round_failed", request_id=self.running[number].request.request_id, exc_info=outcome.failure)
+                self.abort(self.running[number], outcome.failure)
         self.pool.flush()  # drafters go on while the next step is planned
         if not plan.prefill:
             seconds = time.monotonic() - start_s - draft_s

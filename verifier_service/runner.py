@@ -28,7 +28,7 @@ from rootward.core.rng import Key
 from rootward.core.tree import TokenTree, root_only
 from rootward.engine.processors import Prefix, adjusted
 from rootward.engine.sampling import token_logprobs
-from rootward.engine.verify import LawFunction, decide, forest_law
+from rootward.engine.verify import Decision, LawFunction, decide, forest_law
 from rootward.ports import COMMITTED, LanguageModel, Rows
 from verifier_service.head_drafts import HeadDrafts, Wanted
 
@@ -131,6 +131,7 @@ class Outcome:
     successors  (token of a node, the target's most likely tokens after it, best first), where they are wanted
     draws       input of the audit of drafters
     features    float32[fill + root + path, size]: fused features, where they are wanted
+    failure     why there is no verdict, as for logits that are no numbers; nothing else is set then
     """
 
     tokens: tuple[int, ...]
@@ -141,6 +142,7 @@ class Outcome:
     successors: tuple[tuple[int, tuple[int, ...]], ...] = ()
     draws: Draws | None = field(default=None, compare=False)
     features: NDArray[np.float32] | None = field(default=None, compare=False)
+    failure: Exception | None = None
 
 
 class Runner:
@@ -227,10 +229,11 @@ class Runner:
         """Verdicts on the logits of all rows of all rounds. The accepted paths enter the committed KV."""
         ends = np.cumsum([len(r.tree) for r in rounds])
         starts = ends - [len(r.tree) for r in rounds]
-        scores_TV = adjusted(logits_TV, [(r.sampling, r.prefix, r.tree) for r in rounds])
         outcomes = []
-        decisions = decide(rounds, scores_TV, self.law)
-        for r, start, decision in zip(rounds, starts.tolist(), decisions, strict=True):
+        for r, start, decision in zip(rounds, starts.tolist(), self._decided(rounds, logits_TV), strict=True):
+            if isinstance(decision, Exception):
+                outcomes.append(Outcome((), 0, failure=decision))
+                continue
             tree, stop, bonus = r.tree, decision.stop, decision.bonus
             # The invariant that keeps a verified node from being verified twice (algorithms.md, L4).
             assert r.rule is Rule.MATCH or bonus not in tree.token[tree.parent == stop]
@@ -247,6 +250,17 @@ class Runner:
             )
             outcomes.append(outcome)
         return outcomes
+
+    def _decided(self, rounds: Sequence[Round], logits_TV: torch.Tensor) -> list[Decision | Exception]:
+        """The verdict of each round. If one of them fails, the others are decided without it."""
+        try:
+            scores_TV = adjusted(logits_TV, [(r.sampling, r.prefix, r.tree) for r in rounds])
+            return [*decide(rounds, scores_TV, self.law)]
+        except Exception as error:  # a bug, or logits that are no numbers
+            if len(rounds) == 1:
+                return [error]
+        parts = torch.split(logits_TV, [len(r.tree) for r in rounds])
+        return [self._decided([r], part)[0] for r, part in zip(rounds, parts, strict=True)]
 
     def _with_features(
         self,

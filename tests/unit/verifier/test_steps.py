@@ -13,7 +13,7 @@ from rootward.core.living_tree import ROOT, LivingTree
 from rootward.core.requests import DraftMode, Rule, Sampling, SpeculationMode
 from rootward.core.rng import Key
 from rootward.engine.tabular import TabularModel
-from rootward.errors import DeadlineExceeded
+from rootward.errors import DeadlineExceeded, Unavailable
 from verifier_service.runner import Chunk, Round, Runner
 from verifier_service.session import Session
 
@@ -81,6 +81,39 @@ async def test_the_first_token_comes_with_the_end_of_the_prompt() -> None:
             wanted = request(f"r{i}", prompt, max_tokens=1, mode=SpeculationMode.AUTO, cache_salt=str(i))
             assert len([run async for run in service.generate(wanted)]) == 1
             assert [size for step in rows for size in step] == forwards
+
+
+class BrokenTarget(TabularModel):
+    """Its logits are NaN in rows behind the token 4."""
+
+    def forward(self, batch, **options):
+        logits = super().forward(batch, **options)
+        counts = options.get("num_logits") or [1] * len(batch)
+        behind = [
+            token for rows, num in zip(batch, counts, strict=True) for token in rows.token[len(rows.token) - num :]
+        ]
+        logits[[token == 4 for token in behind]] = float("nan")
+        return logits
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("rule", [Rule.TRAVERSAL, Rule.MATCH])
+async def test_logits_that_are_no_numbers_end_their_own_request_alone(rule: Rule, temperature: float) -> None:
+    def wanted(name: str, prompt: tuple[int, ...]):
+        one = request(name, prompt, seed=5, mode=SpeculationMode.AUTO, rule=rule)
+        return replace(one, sampling=Sampling(temperature, allowed_token_ids=(0, 1, 2, 3)))
+
+    async with verifier_of(BrokenTarget(5, seed=1), {}) as service:
+        alone, _ = await collect(service, wanted("good", (1, 2, 3)))
+    async with verifier_of(BrokenTarget(5, seed=1), {}) as service:
+        good, *broken = await asyncio.gather(
+            collect(service, wanted("good", (1, 2, 3))),
+            *(collect(service, wanted(f"broken {i}", (2, 3, 4))) for i in range(3)),
+            return_exceptions=True,
+        )
+        assert service.alive
+    assert good[0] == alone
+    assert [type(one) for one in broken] == [Unavailable] * 3
 
 
 def session(service, number: int = 1, **about) -> Session:
