@@ -39,7 +39,8 @@ class ResponseAnswer(ChatAnswer):
     _growing: Kind | None = None  # type of the last item, if it grows
     _text: list[str] = field(default_factory=list)  # of the growing item, in pieces
     _text_logprobs: list[Json] = field(default_factory=list)  # of the growing item
-    _held_logprobs: list[Json] = field(default_factory=list)  # of tokens whose text is held back
+    _held_logprobs: list[Json] = field(default_factory=list)  # of tokens whose text is held back, and of thoughts
+    _num_taken: int = 0  # log-probabilities that were held and are no more
     _events: list[Json] = field(default_factory=list)  # that the next `chunks` returns
     _num_events: int = 0
 
@@ -88,37 +89,49 @@ class ResponseAnswer(ChatAnswer):
         return "incomplete" if self.tally.endings[0].reason in INCOMPLETE else "completed"
 
     def _grow(self, spans: Sequence[Span], ending: Ending | None) -> None:
-        """Append the spans to the output."""
-        num_thoughts = self.num_reasoning_tokens
-        reasoning, parts = self._parts(0, spans, ended=ending is not None)
+        """Append the spans to the output. One by one if log-probabilities are told: each stands beside the text of its token, however many
+        tokens arrive together."""
+        for piece in [[span] for span in spans] if self.logprobs else [spans]:
+            self._append(piece, ended=False)
+        if ending is not None:
+            self._append([], ended=True)
+            if not self._output:
+                self._open("message", role="assistant", content=[])
+            if self._growing == "message" and self._held_logprobs:  # the token that ends it has no text
+                self._append_text("message", "")
+            self._close(self._status)
+
+    def _append(self, spans: Sequence[Span], *, ended: bool) -> None:
+        reasoning, parts = self._parts(0, spans, ended=ended)
         if self.logprobs:
-            answer = spans[self.num_reasoning_tokens - num_thoughts :]
-            self._held_logprobs += token_logprobs(answer, self.names)
-        self._append_text("reasoning", reasoning)
+            self._held_logprobs += token_logprobs(spans, self.names)
+        if reasoning:
+            self._append_text("reasoning", reasoning)
         for part in parts:
             if isinstance(part, str):
                 self._append_text("message", part)
-            elif part.name:
+                continue
+            self._taken_logprobs()  # those of calls are not told
+            if part.name:
                 self._open("function_call", call_id=call_id(), name=part.name, arguments="")
             else:
                 self._text.append(part.arguments)
                 self._emit_of_item("response.function_call_arguments.delta", delta=part.arguments)
-        if ending is not None:
-            if not self._output:
-                self._open("message", role="assistant", content=[])
-            self._close(self._status)
+
+    def _taken_logprobs(self) -> list[Json]:
+        """Those held, without those of thoughts, which are the first tokens. How many these are is known when the answer begins."""
+        taken = self._held_logprobs[max(0, self.num_reasoning_tokens - self._num_taken) :]
+        self._num_taken += len(self._held_logprobs)
+        self._held_logprobs = []
+        return taken
 
     def _append_text(self, kind: Literal["message", "reasoning"], text: str) -> None:
-        if not text:
-            return
         if self._growing != kind:
             own: Json = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
             self._open(kind, **own, content=[])
         self._text.append(text)
-        logprobs: list[Json] = []
-        if kind == "message":
-            logprobs, self._held_logprobs = self._held_logprobs, []
-            self._text_logprobs += logprobs
+        logprobs = self._taken_logprobs() if kind == "message" else []
+        self._text_logprobs += logprobs
         self._emit_of_text("delta", delta=text, logprobs=logprobs)
 
     def _open(self, kind: Kind, **fields: object) -> None:

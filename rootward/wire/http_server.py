@@ -18,6 +18,7 @@ from rootward.wire.tls import ServerTls
 
 GRACE_S = 2  # for idle connections at the end; requests have been drained before
 HEAD_TIMEOUT_S = 10.0  # for the head of a request to arrive, from its first byte or from the start of the connection
+KEEP_ALIVE_S = 75.0  # of an idle connection: longer than clients keep theirs (httpx 5 s, proxies 60), whose requests would meet its end
 MAX_CONNECTIONS = 1024
 
 
@@ -49,6 +50,7 @@ class HttpServer:
             lifespan="off",
             ws="none",  # websockets are served by another protocol, which would not leave `held`
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
             http=_protocol(self._tls, max_connections=self._max_connections, head_timeout_s=self._head_timeout_s),
         )

@@ -258,6 +258,20 @@ async def test_half_a_head_does_not_keep_a_connection(before, half):
     await stop()
 
 
+@pytest.mark.slow  # waits for real time: the limit is that of the HTTP server
+async def test_an_idle_connection_is_kept_longer_than_clients_keep_it():
+    """httpx, and with it the openai package, uses a connection again that has been idle for less than 5 s, and has lost the request if the
+    server closes it at that moment."""
+    address, stop = await served(head_timeout_s=0.2)
+    reader, writer = await asyncio.open_connection(*address)
+    for idle_s in (5.5, 0):
+        writer.write(WHOLE)
+        assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n0"), 20)
+        await asyncio.sleep(idle_s)
+    writer.close()
+    await stop()
+
+
 def test_a_tls_connection_may_send_as_soon_as_it_is_open(tmp_path):
     """uvloop reads a first time before the server has asked for TLS."""
     authority = Authority(tmp_path)

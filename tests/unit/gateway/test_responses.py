@@ -56,6 +56,10 @@ async def both_ways(responses, **wanted):
         assert {event.item_id for event in own[1:-1]} == {item.id}
         told = "".join(event.delta for event in own if event.type.endswith(".delta"))
         assert told == (item.arguments if item.type == "function_call" else item.content[0].text)
+        if item.type == "message":
+            deltas = [event for event in own if event.type == "response.output_text.delta"]
+            logprobs = [entry for event in deltas for entry in event.to_dict()["logprobs"]]
+            assert logprobs == [entry.to_dict() for entry in item.content[0].logprobs]
     return whole
 
 
@@ -105,6 +109,27 @@ async def test_logprobs_are_of_the_answer_alone():
         assert [entry.token for entry in entries][:2] == ["b", "c"]
         assert len(entries) + told.usage.output_tokens_details.reasoning_tokens == told.usage.output_tokens
         assert len(entries[0].top_logprobs) == 2
+
+
+@pytest.mark.parametrize("run", [1, 3, 100])
+@pytest.mark.parametrize("text", ["Hello.", "<b>", "<think>a</think>bc"])
+async def test_logprobs_are_the_same_however_many_tokens_arrive_together(text, run):
+    verifier = SpellingVerifier(text=text, run=run)
+    async with responding(verifier=verifier, reasoning_content=True) as (responses, _, _):
+        told = await both_ways(responses, include=[LOGPROBS])
+        entries = told.output[-1].content[0].logprobs
+        assert "".join(entry.token for entry in entries[:-1]) == told.output_text
+        thoughts = told.usage.output_tokens_details.reasoning_tokens
+        assert len(entries) + thoughts == told.usage.output_tokens  # the end token has one too
+
+
+@pytest.mark.parametrize("run", [1, 3, 100])
+async def test_logprobs_of_calls_are_not_told(run):
+    async with responding(verifier=SpellingVerifier(text="Let me see. " + CALL, run=run)) as (responses, _, _):
+        told = await both_ways(responses, tools=[WEATHER], include=[LOGPROBS])
+        assert [item.type for item in told.output] == ["message", "function_call"]
+        tokens = "".join(entry.token for entry in told.output[0].content[0].logprobs)
+        assert tokens.strip() == told.output_text.strip() == "Let me see."
 
 
 async def test_thoughts_are_an_item_of_their_own():

@@ -284,6 +284,19 @@ async def test_replayed_tokens_have_logprobs():
         assert told == list(first.spans[4:])
 
 
+async def test_a_prompt_whose_logprobs_are_no_longer_known_is_not_told_without_them():
+    asked = {"prompt_logprobs": 1, "logprobs": 0}
+    async with two_gateways(SpellingVerifier()) as (_, one, two):
+        await collect(one, ask(**asked))
+        await asyncio.sleep(0.15)
+        with pytest.raises(InvalidRequest, match=r"resume_offset: 0 .* log-probabilities of the prompt"):
+            await rest(two, ask(0, **asked))
+        ids, _, _ = await rest(two, ask(3, **asked))  # the first chunk was received
+        assert ids == IDS[3:]
+        told = [delta async for delta in two.generate(ask(0, **asked, tenant="another"))]  # no output is known
+        assert len(told[0].prompt_logprobs) == len(told[0].prompt) - 1
+
+
 @pytest.mark.parametrize(
     "wrong", [ask(2, (IDS[0], IDS[0])), ask(2, logprobs=1), ask(200)], ids=["tokens", "logprobs", "offset"]
 )
