@@ -18,6 +18,8 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import structlog
 
@@ -26,7 +28,7 @@ from rootward.addresses import reserved_port, split_host_port
 from rootward.client import AsyncClient
 from rootward.demo import paths, smollm2, smollm2_head
 from rootward.engine.gguf_files import local_model
-from rootward.errors import APIError, ConfigurationError
+from rootward.errors import APIError, AuthenticationError, ConfigurationError
 from rootward.host import available_cores, threads_of_drafters
 from rootward.telemetry import configure_logging
 from rootward.wire.process import announce, run_service
@@ -325,7 +327,12 @@ async def _connected(deployment: Deployment) -> None:
     async with AsyncClient(deployment.address, timeout=ASK_TIMEOUT_S, max_retries=0) as client:
         while True:
             with suppress(APIError):
-                info = await client.server_info()
+                try:
+                    info = await client.server_info()
+                except AuthenticationError:  # without a key a gateway tells its readiness alone
+                    if await asyncio.to_thread(_has_verifier, deployment.url):
+                        return
+                    raise
                 if any(worker.ready for worker in info.verifiers):
                     if len(info.drafters) >= len(deployment.drafters):
                         return
@@ -333,6 +340,15 @@ async def _connected(deployment: Deployment) -> None:
                         log.warning("drafters_missing", wanted=len(deployment.drafters), found=len(info.drafters))
                         return
             await asyncio.sleep(ASK_EVERY_S)
+
+
+def _has_verifier(url: str) -> bool:
+    """Whether a gateway says over HTTP that a verifier is ready."""
+    try:
+        with urlopen(f"{url}/health/ready", timeout=ASK_TIMEOUT_S) as answer:  # an http:// address of a child
+            return bool(answer.status == 200)
+    except (URLError, TimeoutError):
+        return False
 
 
 async def _run(settings: LocalSettings) -> None:

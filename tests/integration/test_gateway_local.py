@@ -17,8 +17,9 @@ from support.processes import wait_until
 
 from gateway.local import serve_all
 from gateway.settings import LocalSettings
-from rootward import AsyncClient, BadRequestError, SamplingParams
+from rootward import AsyncClient, AuthenticationError, BadRequestError, SamplingParams
 from rootward.core.requests import SpeculationStats
+from rootward.keys import digest, new_key
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
@@ -153,6 +154,25 @@ async def test_a_stop_is_clean_and_complete():
         wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children.split()), what="the processes")
 
     await asyncio.to_thread(stopped)
+
+
+async def test_it_starts_with_a_gateway_that_asks_for_api_keys(tmp_path):
+    key, file = new_key(), tmp_path / "keys.yaml"
+    file.write_text(f"keys:\n  - {{name: one, sha256: {digest(key)}}}\n", encoding="utf-8")
+    settings = LocalSettings(
+        model=MODEL,
+        draft_model=DRAFT,
+        listen="127.0.0.1:0",
+        http_listen="127.0.0.1:0",
+        redis_url="none",
+        gateway_flags=f"--api-keys {file}",
+    )
+    async with serve_all(settings) as running:
+        async with AsyncClient(running.address, api_key=key) as client:
+            assert len((await client.generate("1 2 3", sampling=SamplingParams(max_tokens=4))).token_ids) == 4
+        async with AsyncClient(running.address) as client:
+            with pytest.raises(AuthenticationError):
+                await client.generate("1 2 3")
 
 
 def descendants(process):
