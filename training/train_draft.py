@@ -533,28 +533,29 @@ def run_phases(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     given = read_turns(args.prompts) if args.prompts else None
     target = load_target(args)
+    config = target.model.config
+    # What does not fit is refused before sampling, which can take hours.
+    head = load_head(args.from_head, config.hidden_size) if args.from_head else None
+    if head and tuple(head.config["eagle_aux_hidden_state_layer_ids"]) != target.layers:
+        raise ConfigurationError(
+            f"--from-head: this head reads layers {head.config['eagle_aux_hidden_state_layer_ids']}; name them by --layers"
+        )
     workers = Workers()
     if workers.rank == 0:
         check_text(args, target, given)
+    checkpoint = args.work / "checkpoint.pt"
+    state = torch.load(checkpoint, weights_only=True, map_location="cpu") if checkpoint.exists() else None
+    if state:
+        check_resumed(state, args, target)
+    if workers.rank == 0:
         sample(target, args.work / "text", args, prompts=given, num_tokens=args.tokens)
         sample(target, args.work / "prompts", args, prompts=demo.chats())
     workers.wait()
-    config = target.model.config
     store = ChatStore(args.work / "text")
     split = Split.of(store, args.seed)
     if not split.training:
         raise ConfigurationError(f"--tokens: {args.tokens} are too few, no chat is left for training; raise it")
-    checkpoint = args.work / "checkpoint.pt"
-    state = torch.load(checkpoint, weights_only=True, map_location=target.device) if checkpoint.exists() else None
-    if state:
-        check_resumed(state, args, target)
-    if args.from_head:
-        head = load_head(args.from_head, config.hidden_size)
-        if tuple(head.config["eagle_aux_hidden_state_layer_ids"]) != target.layers:
-            raise ConfigurationError(
-                f"--from-head: this head reads layers {head.config['eagle_aux_hidden_state_layer_ids']}; name them by --layers"
-            )
-    else:
+    if head is None:
         ids = (
             state["draft_ids"]
             if state

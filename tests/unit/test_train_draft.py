@@ -134,7 +134,7 @@ SMALL = [
     "--tokens",
     "40",
     "--slots",
-    "1",
+    "16",  # the prompts of the report at a time
     "--answer-tokens",
     "8",
     "--unrolled",
@@ -172,6 +172,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
         ([TARGET, "--draft-vocabulary", "-3"], "--draft-vocabulary: '-3': use a whole number above 0"),
         ([TARGET, "--minutes", "0"], "--minutes: '0': use a number above 0"),
         ([TARGET, "--epochs", "many"], "--epochs: 'many': use a number above 0"),
+        ([TARGET, "--from-head", "/nowhere"], "--from-head: /nowhere has no head"),
         (["{folder}/plain"], "has no chat template"),
     ],
 )
@@ -231,7 +232,7 @@ def test_a_sampling_phase_that_was_interrupted_answers_what_is_left(
             super().__init__(*args, **options)
             budgets.append(options.get("seconds_done", 0.0))
 
-    flags = module.arguments([TARGET, "--out", str(tmp_path), *SMALL, "--sampling-minutes", "60"])
+    flags = module.arguments([TARGET, "--out", str(tmp_path), *SMALL, "--slots", "1", "--sampling-minutes", "60"])
     target = module.load_target(flags)
     prompts = ["What is a tree?", "Hi", "What is a root?", "Hi"]
     module.sample(target, tmp_path / "whole", flags, prompts=prompts)
