@@ -28,11 +28,13 @@ import psutil
 from benchmarks import peers
 from benchmarks.peers_report import NAMES
 from benchmarks.results import command, described, markdown_table, save
+from rootward.errors import ConfigurationError
 
 SYSTEMS = ("rootward", "llama.cpp", "vllm")  # those with a server
 QUESTION = "Write a long story about {}."
 EVENTS_BEFORE = 40  # of the first stream, after which the second request comes
 MAX_TOKENS = 1000  # of the first answer, which is cut off
+OF_PEERS = ("--temperatures", "--batches", "--max-tokens", "--busy", "--prompts", "--show", "--more", "--readme")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,12 @@ def main(argv: Sequence[str]) -> None:
     found.prog, found.description = "python -m benchmarks.stalls", (__doc__ or "").splitlines()[0]
     found.set_defaults(systems=list(SYSTEMS), batches=[2], prompt_tokens=2000, max_model_len=4096, repeats=5)
     given = found.parse_args(argv)
+    if other := next((word for word in argv if word.partition("=")[0] in OF_PEERS), None):
+        raise ConfigurationError(f"{other}: is an option of benchmarks.peers alone; leave it out")
+    if given.model is None:
+        raise ConfigurationError("--model: missing; give the folder of the model")
+    if unfit := set(given.systems) - set(SYSTEMS):
+        raise ConfigurationError(f"--systems: {min(unfit)} has no server; choose from {', '.join(SYSTEMS)}")
     report = asyncio.run(measure(given))
     print(as_markdown(report))
     if given.out is not None:

@@ -51,10 +51,7 @@ def client_options(transport: Transport = CALLING, *, round_robin: bool = False)
         *_common(transport),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.initial_reconnect_backoff_ms", 200),
-        (
-            "grpc.max_reconnect_backoff_ms",
-            1000,
-        ),  # a process that starts again is found at once; the default is two minutes
+        ("grpc.max_reconnect_backoff_ms", 1000),  # the default of two minutes outlives every restart
         ("grpc.min_reconnect_backoff_ms", 5000),  # despite its name also how long one attempt to connect may take
         ("grpc.use_local_subchannel_pool", 1),  # one connection per channel: a single one saturates
     ]

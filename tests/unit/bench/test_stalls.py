@@ -77,3 +77,16 @@ def test_the_table_has_medians_and_the_longest_of_all():
     head = {"model": "m", "dtype": "bfloat16", "hardware": "CPU, 2 cores", "prompt_tokens": 2000}
     table = stalls.as_markdown(head | {"series": [{"system": "rootward", "mode": "plain", "runs": runs}]})
     assert "| Rootward, plain | 10 | 400 | 900 | 3 | 2.0 |" in table
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ((), "--model: missing"),
+        (("--model", "m", "--systems", "transformers"), "--systems: transformers has no server"),
+        (("--model", "m", "--busy", "1"), "--busy: is an option of benchmarks.peers alone"),
+    ],
+)
+def test_options_without_a_meaning_here_are_refused(flags, why, capsys):
+    assert stalls.main(flags) == 2
+    assert why in capsys.readouterr().err
