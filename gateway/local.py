@@ -18,7 +18,6 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.error import URLError
 from urllib.request import urlopen
 
 import structlog
@@ -347,7 +346,7 @@ def _has_verifier(url: str) -> bool:
     try:
         with urlopen(f"{url}/health/ready", timeout=ASK_TIMEOUT_S) as answer:  # an http:// address of a child
             return bool(answer.status == 200)
-    except (URLError, TimeoutError):
+    except OSError:  # also an answer that is no 200, and a connection that ends
         return False
 
 

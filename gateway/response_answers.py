@@ -40,7 +40,7 @@ class ResponseAnswer(ChatAnswer):
     _text: list[str] = field(default_factory=list)  # of the growing item, in pieces
     _text_logprobs: list[Json] = field(default_factory=list)  # of the growing item
     _held_logprobs: list[Json] = field(default_factory=list)  # of tokens whose text is held back, and of thoughts
-    _num_taken: int = 0  # log-probabilities that were held and are no more
+    _num_taken: int = 0  # log-probabilities that are no longer held
     _events: list[Json] = field(default_factory=list)  # that the next `chunks` returns
     _num_events: int = 0
 

@@ -55,7 +55,7 @@ def beyond_log(plan: Plan, resume: Resume, record: Record) -> Run:
     num_known = len(log) + len(more)
     if plan.first.prompt_logprobs is not None and num_known and not resume.offset:
         # They went with the first chunk and are not in the log. Not StreamInterrupted, after which a client would try again in vain.
-        fix = "is before the log-probabilities of the prompt, which are known no more; send a new request"
+        fix = "is before the log-probabilities of the prompt, which are no longer known; send a new request"
         raise InvalidRequest("resume_offset", 0, fix)
     if resume.offset > num_known and not _repeatable(plan, record):
         message = (

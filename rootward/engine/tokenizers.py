@@ -32,7 +32,7 @@ def load_tokenizer(path: str) -> Any:
     if is_path(path) and not Path(path).expanduser().is_dir():
         raise ConfigurationError(f"model: {path!r} is not a folder; give a Hugging Face model folder or hub name")
     try:
-        if _is_one_file(Path(path).expanduser()):
+        if _names_no_class(Path(path).expanduser()):
             from transformers import PreTrainedTokenizerFast
 
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
@@ -51,7 +51,7 @@ def load_tokenizer(path: str) -> Any:
     return tokenizer
 
 
-def _is_one_file(folder: Path) -> bool:
+def _names_no_class(folder: Path) -> bool:
     """Whether `tokenizer.json` says all about a folder's tokenizer: no class of a certain model is named, and no other format is there."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ from rootward.wire.tls import ServerTls
 
 GRACE_S = 2  # for idle connections at the end; requests have been drained before
 HEAD_TIMEOUT_S = 10.0  # for the head of a request to arrive, from its first byte or from the start of the connection
-KEEP_ALIVE_S = 75.0  # of an idle connection: longer than clients keep theirs (httpx 5 s, proxies 60), whose requests would meet its end
+KEEP_ALIVE_S = 75.0  # of an idle connection: longer than clients reuse theirs (httpx 5 s, proxies 60 s), or requests are lost at its end
 MAX_CONNECTIONS = 1024
 
 
