@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
@@ -30,7 +31,7 @@ class PausingServer(BaseHTTPRequestHandler):
             assert self.arrived.wait(10)
             self.texts(1)
             assert self.answered.wait(10)
-            self.texts(body["max_tokens"])
+            self.texts(body["max_tokens"], pause_s=0.005)  # as from an engine: the reader may leave in between
         elif body["prompt"] == ENDS:
             self.texts(stalls.EVENTS_BEFORE + 1)
         else:
@@ -40,12 +41,13 @@ class PausingServer(BaseHTTPRequestHandler):
             self.answered.set()
             self.texts(1)
 
-    def texts(self, count: int) -> None:
+    def texts(self, count: int, pause_s: float = 0.0) -> None:
         for _ in range(count):
             try:
                 self.wfile.write(b'data: {"choices": [{"text": "a"}]}\n\n')
             except OSError:  # the reader has gone
                 return
+            time.sleep(pause_s)
 
     def log_message(self, *_):
         pass
