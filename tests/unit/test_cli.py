@@ -108,7 +108,8 @@ async def test_status(capsys):
 
 
 async def test_abort_ends_a_generation_and_names_it(capsys):
-    async with grpc_serving(SpellingVerifier(delay_s=0.05)) as (_, address), AsyncClient(address) as client:
+    verifier = SpellingVerifier(run=1, delay_s=0.3)  # would take seconds to its end
+    async with grpc_serving(verifier) as (_, address), AsyncClient(address) as client:
         stream = client.stream("a", request_id="mine")
         deltas = aiter(stream)
         await anext(deltas)
