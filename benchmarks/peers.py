@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import httpx
 import psutil
 
-from benchmarks.peers_report import as_markdown, print_tables, write_readme
+from benchmarks.peers_report import as_markdown, chart, print_tables, write_readme
 from benchmarks.results import command, described, save
 from benchmarks.services import busy_process, free_port, service
 from rootward.demo import read_prompts
@@ -500,9 +500,11 @@ def main(argv: Sequence[str]) -> None:
     if given.out is not None:
         save(given.out, report)
         given.out.with_suffix(".md").write_text(as_markdown([report]), encoding="utf-8")
+    reports = [report, *(json.loads(path.read_text(encoding="utf-8")) for path in given.more)]
     if given.readme is not None:
-        results = [json.loads(path.read_text(encoding="utf-8")) for path in [given.show, *given.more] if path]
-        write_readme(given.readme, results or [report])
+        write_readme(given.readme, reports)
+    if given.plot is not None:
+        chart(reports, given.plot)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -530,8 +532,9 @@ def parser() -> argparse.ArgumentParser:
     add("--verifier-flags", nargs=argparse.REMAINDER, default=[], help="further flags of Rootward's verifier; last")
     add("--out", type=Path, help="JSON result; the tables are written beside it as Markdown")
     add("--show", type=Path, help="print an earlier result instead of measuring")
-    add("--more", type=Path, nargs="*", default=[], help="further results for --readme")
+    add("--more", type=Path, nargs="*", default=[], help="further results for --readme and --plot")
     add("--readme", type=Path, help="write the tables between the markers of this file")
+    add("--plot", type=Path, help="write bars of tokens per second of one request to this PNG or SVG file")
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.results import markdown_table
 
+COLOURS = {"rootward": "#3f6fb5"}  # of the bars; all others are grey
 BEGIN, END = "<!-- peers: begin, written by benchmarks.peers -->", "<!-- peers: end -->"
 VALUES = (
     ("tokens_per_s", 1, "tokens/s"),
@@ -137,3 +138,31 @@ def batch_table(reports: Sequence[dict[str, Any]], batch: int) -> str:
         ]
         rows.append([f"{NAMES[system]}, {mode}", *cells])
     return markdown_table(header, rows)
+
+
+def chart(reports: Sequence[dict[str, Any]], path: Path) -> None:
+    """Bars of tokens per second of one request: a panel for every processor and temperature."""
+    from matplotlib.figure import Figure
+
+    temperatures = sorted(
+        {temperature for report in reports for temperature, batch in settings_of(report) if batch == 1}
+    )
+    figure = Figure(figsize=(3.4 * len(reports), 2.0 * len(temperatures)), layout="constrained", facecolor="white")
+    panels = figure.subplots(len(temperatures), len(reports), squeeze=False)
+    for row, temperature in zip(panels, temperatures, strict=True):
+        for axes, report in zip(row, reports, strict=True):
+            bars = [
+                (f"{NAMES[series['system']]}, {series['mode']}", series["tokens_per_s"], series["system"])
+                for series in report["series"]
+                if (series["temperature"], series["batch"]) == (temperature, 1)
+            ]
+            bars.sort(key=lambda bar: bar[1])
+            names, values, systems = zip(*bars, strict=True)
+            drawn = axes.barh(names, values, color=[COLOURS.get(system, "#b0b0b0") for system in systems])
+            axes.bar_label(drawn, fmt=" %.0f", fontsize=7)
+            axes.set_title(f"{report['hardware'].rpartition(',')[0]}, T = {temperature:g}", fontsize=8)
+            axes.tick_params(labelsize=7)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.margins(x=0.14)
+    figure.supxlabel("tokens per second of one request", fontsize=8)
+    figure.savefig(path, dpi=110)

@@ -34,7 +34,17 @@ SYSTEMS = ("rootward", "llama.cpp", "vllm")  # those with a server
 QUESTION = "Write a long story about {}."
 EVENTS_BEFORE = 40  # of the first stream, after which the second request comes
 MAX_TOKENS = 1000  # of the first answer, which is cut off
-OF_PEERS = ("--temperatures", "--batches", "--max-tokens", "--busy", "--prompts", "--show", "--more", "--readme")
+OF_PEERS = (
+    "--temperatures",
+    "--batches",
+    "--max-tokens",
+    "--busy",
+    "--prompts",
+    "--show",
+    "--more",
+    "--readme",
+    "--plot",
+)
 
 
 @dataclass(frozen=True, slots=True)

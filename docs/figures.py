@@ -333,10 +333,17 @@ def _newest(kind: str, name: str) -> Mapping[str, Any]:
 
 
 def peers() -> str:
-    """Tokens per second beside other engines."""
-    result = _newest("peers", "bfloat16.json")
+    """Tokens per second beside other engines, on two processors."""
+    return "\n".join(
+        _beside_others(name) for name in ("2026-11-28-compact/peers-7.json", "2026-11-28-avx2/peers-5.json")
+    )
+
+
+def _beside_others(name: str) -> str:
+    result: Mapping[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     caption = f"{result['model']}, {result['dtype']}, {result['max_tokens']} tokens per answer. {_origin(result)}"
-    return _svg(_engines(result, drafts="n-gram speculation"), "tokens per second of engines", caption)
+    drafts = "speculation, Rootward's with the shipped head, the others' with n-grams"
+    return _svg(_engines(result, drafts=drafts), f"engines on {result['hardware'].rpartition(',')[0]}", caption)
 
 
 def inflated() -> str:
@@ -566,7 +573,7 @@ def _svg(figure: Figure, title: str, caption: str) -> str:
 
 
 def _id(title: str) -> str:
-    return title.replace(" ", "-")
+    return re.sub(r"\W+", "-", title)
 
 
 mpl.rcParams.update(STYLE)

@@ -70,9 +70,9 @@ class DraftDistribution:
         probability below 2⁻³⁶ at 64 bits and K ≤ 4096)."""
         if len(self) == 0:
             raise ValueError("row: empty; nothing is left to draw")
-        cumulative = np.cumsum(self.weight)
+        cumulative = self.weight.cumsum()
         number = below(int(cumulative[-1]), words, bits)
-        return int(self.ids[np.searchsorted(cumulative, number, side="right")])
+        return int(self.ids[cumulative.searchsorted(number, side="right")])
 
     @property
     def law(self) -> Floats:

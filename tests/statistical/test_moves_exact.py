@@ -19,6 +19,7 @@ from rootward.core.living_tree import LivingTree
 from rootward.core.requests import DraftMode, Rule, Speculation, Stopping, VerifierRequest
 from verifier_service.drafter_link import Link
 from verifier_service.drafter_pool import DrafterPool
+from verifier_service.link_metrics import LinkMetrics
 from verifier_service.session import Draft, Session
 from verifier_service.settings import Shape
 
@@ -27,8 +28,18 @@ HELLO = Hello("v", 1, "", V, 64)
 Choose = Callable[[DrafterPool, Session, list[int]], None]
 
 
+class SharedMetrics(LinkMetrics):
+    """Of all pools and links here: to make a registry takes longer than the rounds of a program."""
+
+    def watch(self, links: object) -> None:
+        """Nobody reads the gauges, which a registry has only once."""
+
+
+METRICS = SharedMetrics()
+
+
 def planted(pool: DrafterPool, session: Session, name: str, law: DraftMode) -> tuple[Draft, Growth]:
-    link = Link(name, lambda: HELLO, lambda: None)
+    link = Link(name, lambda: HELLO, lambda: None, METRICS)
     link.ack = HelloAck(name, 2, "", V, 64, tuple(DraftMode), 4, V)
     pool.links.append(link)
     draft = link.open(session, Shape(atoms=V, node_cap=5, max_depth=3, topk=3))
@@ -73,7 +84,7 @@ def error(
         text = list(PROMPT)
         wanted = VerifierRequest("r", PROMPT, stopping=Stopping(9), speculation=Speculation())
         session = Session(1, wanted, Rule.TRAVERSAL, law, frozenset())
-        pool = DrafterPool(lambda: HELLO, lambda: None, shape=Shape(V, 5, 3, 3))
+        pool = DrafterPool(lambda: HELLO, lambda: None, shape=Shape(V, 5, 3, 3), metrics=METRICS)
         (session.draft, old), (session.next_draft, new) = (planted(pool, session, name, law) for name in ("old", "new"))
         growths = {id(session.draft.tree): old, id(session.next_draft.tree): new}
         for _ in range(levels[0]):

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
-from support.models import Model
+from support.models import Model, paths_of
 
 from rootward.core import Law, TokenTree, verification
 
@@ -53,7 +54,13 @@ class State:
         draft = np.zeros((len(self.token), vocab))
         for node, row in self.law.items():
             draft[node] = row
-        return TokenTree(self.token, self.parent, self.sampled), draft
+        return tree_of(self.token, self.parent, self.sampled), draft
+
+
+@cache
+def tree_of(token: tuple[int, ...], parent: tuple[int, ...], sampled: tuple[bool, ...]) -> TokenTree:
+    """One object for equal trees: models share most of theirs."""
+    return TokenTree(token, parent, sampled)
 
 
 Process = Callable[[State], int | None]  # the node that gets the next child
@@ -253,8 +260,9 @@ def committed_law(model: Model, trees: Weighted, verifier: Verifier) -> np.ndarr
     mass: dict[tuple[int, ...], np.ndarray] = defaultdict(lambda: np.zeros(model.vocab))
     for probability, tree, draft in trees:
         law = verifier(tree, model.target(tree), draft)
+        bonus, path = (probability * law.stop)[:, None] * law.residual, paths_of(tree)
         for node in np.flatnonzero(law.stop).tolist():
-            mass[tree.path(node)] += probability * law.stop[node] * law.residual[node]
+            mass[path[node]] += bonus[node]
     return continued(model, mass)
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +24,16 @@ class Model:
     q: Rows  # draft row, same keys
 
     def target(self, tree) -> np.ndarray:
-        return np.stack([self.p[tree.path(node)] for node in range(len(tree))])
+        return np.array([self.p[path] for path in paths_of(tree)])
 
     def draft_row(self, path: tuple[int, ...]) -> np.ndarray:
         return self.q[path]
+
+
+@cache
+def paths_of(tree) -> tuple[tuple[int, ...], ...]:
+    """The path of every node: the same trees are asked about for every model and every verifier."""
+    return tuple(tree.path(node) for node in range(len(tree)))
 
 
 def paths(vocab: int, depth: int):

@@ -5,7 +5,7 @@ law decides. V = 3; p and q depend on the last two tokens; the law of the first 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 from support.batched import batched_law
@@ -59,6 +59,7 @@ class Model:
         q[:, (seed + 1) % V] += 1
         self.p = {c: row / row.sum() for c, row in zip(contexts, p, strict=True)}
         self.q = {c: DraftDistribution(np.flatnonzero(row), row[row > 0]) for c, row in zip(contexts, q, strict=True)}
+        self.decided: dict[Hashable, VerificationLaw] = {}  # by all that the law of a round depends on
 
 
 def start(text: list[int], law: DraftMode, *, root_family: tuple[float, ...] = (0.4, 0.3)) -> tuple[LivingTree, Growth]:
@@ -83,6 +84,15 @@ def grow_level(model: Model, tree: LivingTree, growth: Growth, text: list[int]) 
 
 
 def decide(model: Model, snapshot: Snapshot, text: list[int]) -> VerificationLaw:
+    """The law of the round. An enumeration repeats the beginning of its program for every end, so it is computed once for equal trees."""
+    rows = tuple(row and (row[0].tobytes(), row[1].tobytes()) for row in snapshot.rows)
+    key = snapshot.tree, rows, tuple(text[-2:])
+    if key not in model.decided:
+        model.decided[key] = _decide(model, snapshot, text)
+    return model.decided[key]
+
+
+def _decide(model: Model, snapshot: Snapshot, text: list[int]) -> VerificationLaw:
     tree = snapshot.tree
     target = np.stack([model.p[tuple((text + list(tree.path(i)))[-2:])] for i in range(len(tree))])
     atoms = np.full((len(tree), V), -1)

@@ -13,6 +13,7 @@ def draw_children(row: DraftDistribution, num_children: int, words: Iterable[int
     """int64[m]: tokens drawn without replacement, in draw order; fewer if the support is smaller."""
     source, tokens = iter(words.tolist() if isinstance(words, np.ndarray) else words), []
     for _ in range(min(num_children, len(row))):
+        if tokens:
+            row = row.without(tokens[-1:])
         tokens.append(row.draw(source, bits))
-        row = row.without(tokens[-1:])
     return np.array(tokens, dtype=np.int64)

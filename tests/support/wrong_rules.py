@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 from support.enumeration import Verifier, Weighted, merged
@@ -65,7 +66,10 @@ def cut_by_own_value(trees: Weighted, least: float = 0.35) -> Weighted:
 
 
 def first(tree: TokenTree, draft: np.ndarray, num_nodes: int) -> tuple[TokenTree, np.ndarray]:
-    return tree.first(num_nodes), draft[:num_nodes]
+    return _first(tree, num_nodes), draft[:num_nodes]
+
+
+_first = cache(TokenTree.first)  # batches repeat the same cuts
 
 
 def pruned_by_path(trees: Weighted, keep: int = 3) -> Weighted:

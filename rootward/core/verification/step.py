@@ -84,23 +84,25 @@ def checked(tree: TokenTree, target: ArrayLike, draft: ArrayLike, replacement: b
     vocabulary, largest = p.shape[1], int(tree.token[1:].max(initial=0))
     if largest >= vocabulary:
         raise ValueError(f"token: {largest} in a vocabulary of {vocabulary}; use ids below it")
+    tokens = tree.token.tolist()
     for family in tree.children:
-        if not replacement and len({int(tree.token[child]) for child in family}) < len(family):
+        if not replacement and len({tokens[child] for child in family}) < len(family):
             raise ValueError(f"token: siblings {family} repeat a token; copies need replacement=True")
     has_sampled_child = np.zeros(len(tree), dtype=np.bool_)
     has_sampled_child[tree.parent[1:][tree.sampled[1:]]] = True
-    _check_rows("target", p, np.ones(len(tree), dtype=np.bool_))
-    _check_rows("draft", q, has_sampled_child)
+    _check_rows(p, q, has_sampled_child)
     return p, q
 
 
-def _check_rows(name: str, rows: Floats, used: Bools) -> None:
-    """Used rows are finite, not negative, and sum to 1."""
+def _check_rows(p: Floats, q: Floats, has_sampled_child: Bools) -> None:
+    """Used rows are finite, not negative, and sum to 1: all of p, and of q those that a child was drawn from."""
+    rows = np.concatenate([p, q[has_sampled_child]])
     with np.errstate(invalid="ignore"):  # inf − inf
         sums = rows.sum(axis=1)
-    wrong = used & ~((np.abs(sums - 1.0) <= TOLERANCE) & (rows.min(axis=1) >= 0.0))  # NaN fails every comparison
-    if wrong.any():
-        node = int(np.argmax(wrong))
+    lawful = (np.abs(sums - 1.0) <= TOLERANCE) & (rows.min(axis=1) >= 0.0)  # NaN fails every comparison
+    if not lawful.all():
+        at = int(np.argmin(lawful))
+        name, node = ("target", at) if at < len(p) else ("draft", int(np.flatnonzero(has_sampled_child)[at - len(p)]))
         raise ValueError(
-            f"{name}: row {node} has sum {sums[node]} and minimum {rows[node].min()}; give a finite law that sums to 1"
+            f"{name}: row {node} has sum {sums[at]} and minimum {rows[at].min()}; give a finite law that sums to 1"
         )

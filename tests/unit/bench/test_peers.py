@@ -162,3 +162,12 @@ def test_a_readme_without_markers_is_refused(tmp_path):
     path.write_text("no markers")
     with pytest.raises(ValueError, match="no markers"):
         peers_report.write_readme(path, [report()])
+
+
+def test_the_chart_has_a_panel_for_every_processor_and_temperature(tmp_path):
+    other = report()
+    other["hardware"] = "Other CPU, 4 cores"
+    peers_report.chart([report(), other], tmp_path / "bars.svg")
+    drawn = (tmp_path / "bars.svg").read_text()
+    for words in ("CPU, T = 0", "Other CPU, T = 0", "Rootward, plain", "vLLM, plain"):
+        assert f"<!-- {words} -->" in drawn
