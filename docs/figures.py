@@ -333,10 +333,13 @@ def _newest(kind: str, name: str) -> Mapping[str, Any]:
 
 
 def peers() -> str:
-    """Tokens per second beside other engines, on two processors."""
-    return "\n".join(
-        _beside_others(name) for name in ("2026-11-28-compact/peers-7.json", "2026-11-28-avx2/peers-5.json")
-    )
+    """Tokens per second beside other engines, on a processor with AVX-512 bfloat16."""
+    return _beside_others("2026-11-28-compact/peers-7.json")
+
+
+def peers_avx2() -> str:
+    """The same on a processor with AVX2 alone."""
+    return _beside_others("2026-11-28-avx2/peers-5.json")
 
 
 def _beside_others(name: str) -> str:

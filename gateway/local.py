@@ -22,14 +22,15 @@ from urllib.request import urlopen
 
 import structlog
 
-from gateway.settings import LocalSettings
+from gateway.settings import GatewaySettings, LocalSettings
 from rootward.addresses import reserved_port, split_host_port
 from rootward.client import AsyncClient
-from rootward.demo import paths, smollm2, smollm2_head
+from rootward.demo import draft_named, paths, smollm2, smollm2_head
 from rootward.engine.gguf_files import local_model
 from rootward.errors import APIError, AuthenticationError, ConfigurationError
-from rootward.host import available_cores, threads_of_drafters
+from rootward.host import available_cores, ending_with_this_process, threads_of_drafters
 from rootward.telemetry import configure_logging
+from rootward.wire.http_server import bind
 from rootward.wire.process import announce, run_service
 
 log = structlog.get_logger()
@@ -38,6 +39,8 @@ ASK_EVERY_S = 0.05
 RESTART_AFTER_S = 0.5
 MAX_FAILED_STARTS = 5  # in a row before the deployment fails
 KILL_AFTER_S = 5.0  # after the shutdown timeout
+# The other services have those of the gateway.
+OF_TLS = ("tls_certificate", "tls_key", "tls_authority", "tls_server_name")
 DRAFTERS_WAIT_S = 20.0  # for the verifier to find its drafters, without which it can serve
 ASK_TIMEOUT_S = 2.0
 
@@ -83,7 +86,7 @@ class Child:
     ):
         self.role, self.address = role, ""
         self.ready = asyncio.Event()
-        self._command, self._read_address, self._log_to = list(command), read_address, log_to
+        self.command, self._read_address, self._log_to = list(command), read_address, log_to
         self._process: Process | None = None
         self._stopping = False
 
@@ -110,10 +113,11 @@ class Child:
     async def _once(self) -> bool:
         """Run the process to its end. Returns whether it served."""
         self._process = process = await asyncio.create_subprocess_exec(
-            *self._command,
+            *self.command,
             stdout=PIPE,
             stderr=self._log_to,
             start_new_session=True,  # Ctrl-C in a terminal reaches only this process, which stops the others in order
+            preexec_fn=ending_with_this_process(),
         )
         assert process.stdout is not None
         if self._stopping:  # since it began to start, and there was no process to tell
@@ -155,13 +159,19 @@ class Child:
 
 @dataclass(slots=True)
 class Deployment:
-    """The processes of a deployment. Addresses are host:port."""
+    """The processes of a deployment. Addresses are host:port.
+
+    ports: those that the gateway will listen on, by their flags. admin: HTTP address of its probes; "" without TLS, with which its own
+    ports may ask for a certificate.
+    """
 
     gateway: Child
     verifier: Child
     drafters: list[Child] = field(default_factory=list)
     redis: Child | None = None
     runs: list[asyncio.Task[None]] = field(default_factory=list)
+    ports: dict[str, str] = field(default_factory=dict)
+    admin: str = ""
 
     @property
     def services(self) -> list[Child]:
@@ -229,6 +239,7 @@ def with_models(settings: LocalSettings) -> LocalSettings:
     if settings.model not in ("", "demo") and not settings.draft_model and drafter_fields:
         flag = f"--{min(drafter_fields).replace('_', '-')}"
         raise ConfigurationError(f"{flag}: drafters need a model; give --draft-model, or leave {flag} out")
+    settings = settings.model_copy(update={"draft_model": draft_named(settings.draft_model)})
     if not settings.model and not settings.draft_model and not drafter_fields and smollm2().is_file():
         log.info("default_model", model=str(smollm2()), other="--model demo: the shipped pair")
         head = shlex.join(["--local-draft", f"head:{smollm2_head()}"])
@@ -294,10 +305,21 @@ def _deployment(settings: LocalSettings, folder: str, *, reserved: ExitStack, lo
     def redis_address(line: str) -> str:
         return redis if "Ready to accept connections" in line else ""
 
+    gateway = service("gateway", of_gateway, settings.gateway_flags)
+    effective = GatewaySettings.load(gateway.command[3:], prog="rootward serve gateway")
+    admin = effective.admin_listen
+    if effective.public_tls and not admin:
+        admin = f"127.0.0.1:{reserved.enter_context(reserved_port())}"
+        gateway.command += ["--admin-listen", admin]
+    of_tls = {f"--{name.replace('_', '-')}": getattr(effective, name) for name in OF_TLS if getattr(effective, name)}
+    of_verifier |= of_tls
+    of_drafters |= of_tls
     deployment = Deployment(
-        service("gateway", of_gateway, settings.gateway_flags),
+        gateway,
         service("verifier_service", of_verifier, settings.verifier_flags),
         [drafter(address) for address in drafters],
+        ports={"--listen": effective.listen, "--http-listen": effective.http_listen},
+        admin=admin if effective.public_tls else "",
     )
     if not settings.redis_url:
         command = redis_command(split_host_port(redis)[1], folder)
@@ -307,6 +329,8 @@ def _deployment(settings: LocalSettings, folder: str, *, reserved: ExitStack, lo
 
 async def _started(deployment: Deployment, settings: LocalSettings) -> None:
     """Start Redis, which the gateway needs at once, then the other processes; wait until they have found each other."""
+    for flag, address in deployment.ports.items():  # the gateway would find out after the models were loaded
+        bind(address, flag).close()
     try:
         async with asyncio.timeout(settings.start_timeout_s):
             for wave in ([deployment.redis] if deployment.redis else [], deployment.services):
@@ -316,6 +340,8 @@ async def _started(deployment: Deployment, settings: LocalSettings) -> None:
     except TimeoutError:
         late = ", ".join(child.role for child in deployment.children if not child.ready.is_set())
         late = late or "verifier for gateway"
+        if deployment.admin:
+            late += " (is the certificate one of 127.0.0.1? otherwise give its name as --tls-server-name in --gateway-flags)"
         message = f"start_timeout_s: {settings.start_timeout_s} s passed and not ready yet: {late}; give more time"
         raise ConfigurationError(message, exit_code=4) from None
 
@@ -323,6 +349,10 @@ async def _started(deployment: Deployment, settings: LocalSettings) -> None:
 async def _connected(deployment: Deployment) -> None:
     """Wait until the gateway has found the verifier, and the verifier its drafters, for these `DRAFTERS_WAIT_S` at most."""
     deadline = asyncio.get_running_loop().time() + DRAFTERS_WAIT_S
+    if deployment.admin:
+        while not await asyncio.to_thread(_has_verifier, f"http://{deployment.admin}"):
+            await asyncio.sleep(ASK_EVERY_S)
+        return
     async with AsyncClient(deployment.address, timeout=ASK_TIMEOUT_S, max_retries=0) as client:
         while True:
             with suppress(APIError):
@@ -369,7 +399,8 @@ async def _run(settings: LocalSettings) -> None:
         started = True
         for child in reversed(deployment.children):
             announce(child.role, child.address)
-        announce("all", f"{deployment.address} and {deployment.url}")
+        scheme = "grpcs://" if deployment.url.startswith("https:") else ""
+        announce("all", f"{scheme}{deployment.address} and {deployment.url}")
         await deployment.unless_failed([stop])
 
 

@@ -194,10 +194,12 @@ class LocalSettings(ServiceSettings):
     )
     draft_model: str = Field(
         "",
-        description="draft model, head:FOLDER, or none: no drafters, drafts are n-grams of the text "
+        description="draft model, demo, head:FOLDER, or none: no drafters, drafts are n-grams of the text "
         "(default: that of the shipped pair, none with another --model)",
     )
-    num_drafters: int = Field(1, ge=0, le=64, description="drafter processes")
+    num_drafters: int = Field(
+        1, ge=0, le=64, description="drafter processes; given without --model it serves the shipped pair"
+    )
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads of the target (default: all cores); the drafters share half as many"
     )
@@ -211,7 +213,10 @@ class LocalSettings(ServiceSettings):
     )
     gateway_flags: str = Field("", description="more flags of the gateway, as in --gateway-flags='--max-num-seqs 8'")
     verifier_flags: str = Field("", description="more flags of the verifier")
-    drafter_flags: str = Field("", description="more flags of the drafters")
+    drafter_flags: str = Field(
+        "",
+        description="more flags of the drafters; given without --model it serves the shipped pair, for SmolLM2 has a head and no drafters",
+    )
     start_timeout_s: float = Field(120.0, gt=0, description="how long the processes may take to be ready")
     shutdown_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for running requests")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")

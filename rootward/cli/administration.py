@@ -11,7 +11,7 @@ from rich.table import Table
 from rootward.cli.options import DEFAULT_URL, ApiKey, Output, OutputFormat, Url, open_client
 from rootward.cli.output import show
 from rootward.client.types import Load, ServerInfo
-from rootward.errors import UnavailableError
+from rootward.errors import ConfigurationError, UnavailableError
 
 
 def status(url: Url = DEFAULT_URL, api_key: ApiKey = "", output: Output = OutputFormat.text) -> None:
@@ -43,13 +43,17 @@ def abort(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
 ) -> None:
-    """End running generations; their clients get the part that has arrived. Prints the ids that were running.
+    """End running generations; their clients get the part that has arrived. Prints the ids that were running. Exit code 2 if one was not.
 
     Requests of the key's own tenant; with an admin key, of any tenant.
     """
     with open_client(url, api_key) as client:
-        for request_id in client.abort(request_ids):
-            typer.echo(request_id)
+        found = client.abort(request_ids)
+    for request_id in found:
+        typer.echo(request_id)
+    if missing := [request_id for request_id in request_ids if request_id not in found]:
+        fix = "it has ended, is another tenant's, or the id is misspelt"
+        raise ConfigurationError(f"request_ids: {', '.join(map(repr, missing))}: no such request runs; {fix}")
 
 
 def drain(

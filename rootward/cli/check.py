@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from rootward.cli.options import Output, OutputFormat
-from rootward.cli.serve import address_of, services_running
+from rootward.cli.serve import address_of, require_names, services_running
 from rootward.client import AsyncClient, GenerationResult, SamplingParams
 from rootward.errors import ConfigurationError
 
@@ -45,7 +45,7 @@ class Finding:
 
 
 def check(
-    target: Annotated[str, typer.Argument(help="Target model: folder, hub name or GGUF file.")],
+    target: Annotated[str, typer.Argument(help="Target model: folder, hub name, GGUF file, or demo: the shipped one.")],
     draft: Annotated[str, typer.Argument(help="Draft model (default: drafts without a model).")] = WITHOUT_MODEL,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts whose greedy texts are compared.")] = 8,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each greedy text.")] = 64,
@@ -67,6 +67,7 @@ def check(
     Starts the services. At temperature 0 the texts with trees, alone and in a batch, must equal those of plain decoding. At temperature 1
     the next tokens with and without trees are compared by a chi-square test. Exit code 0 if nothing differs, 3 otherwise.
     """
+    require_names(target=target, draft=draft)
     texts = list(islice(cycle(TEXTS), prompts))
 
     async def compare(address: str) -> list[Finding]:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from rootward.cli.options import Output, OutputFormat
 from rootward.cli.output import show
+from rootward.demo import draft_named, target_named
 from rootward.errors import ConfigurationError
 from rootward.ports import ModelInfo
 
@@ -36,8 +37,8 @@ class Finding:
 
 
 def check_pair(
-    target: Annotated[str, typer.Argument(help="Target model: folder or hub name.")],
-    draft: Annotated[str, typer.Argument(help="Draft model: folder or hub name.")],
+    target: Annotated[str, typer.Argument(help="Target model: folder, hub name, GGUF file, or demo: the shipped one.")],
+    draft: Annotated[str, typer.Argument(help="Draft model: the same.")],
     output: Output = OutputFormat.text,
 ) -> None:
     """Check that a draft model fits a target model: tokenizer, vocabulary, context, end tokens, tree support.
@@ -48,7 +49,10 @@ def check_pair(
         raise ConfigurationError("check-pair: needs torch and transformers; run pip install 'rootward[worker]'")
     from transformers.utils import logging
 
+    from rootward.engine.gguf_files import local_model
+
     logging.disable_progress_bar()
+    target, draft = local_model(target_named(target)), local_model(draft_named(draft))
     findings = compare(_look(target), _look(draft), _first_difference(target, draft))
     wrong = [f for f in findings if f.verdict == "error"]
     show({"fits": not wrong, "findings": [asdict(f) for f in findings]}, _table(findings), output)

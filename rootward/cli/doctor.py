@@ -62,7 +62,7 @@ def doctor(
     problems = [one for one in found if one.level is Level.PROBLEM]
     show({"healthy": not problems, "findings": [asdict(one) for one in found]}, _table(found), output)
     if problems:
-        raise ConfigurationError(f"{problems[0].name}: {problems[0].advice}", exit_code=3)
+        raise ConfigurationError(f"{problems[0].name}: {problems[0].found}; {problems[0].advice}", exit_code=3)
 
 
 def _table(findings: Sequence[Finding]) -> Table:

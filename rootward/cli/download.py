@@ -31,6 +31,10 @@ def download(
     Processes that ask for the same folder at the same time wait for the one that downloads. A download that was interrupted is continued
     by the next process. Credentials come from variables: HF_TOKEN, AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS and others.
     """
+    if not url.strip():  # a store of files would read that as the current folder
+        raise ConfigurationError(f"url: {url!r} names nothing; give hf://ORG/NAME@REVISION or the folder of a model")
+    if not folder.name:  # as of "", "." and "/"
+        raise ConfigurationError(f"folder: '{folder}' is no new folder; name one that does not exist yet")
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"folder: '{folder}' is a file; name a new folder")
     with _lock(folder) as lock:

@@ -39,6 +39,8 @@ def new(
         raise ConfigurationError(
             f"expires: {expires!r} is not a time with time zone; write one such as 2027-01-01T00:00:00Z"
         )
+    if not name.strip():
+        raise ConfigurationError(f"name: {name!r} is empty; give a name by which logs tell this key from others")
     key = new_key()
     lines = [f"  - name: {json.dumps(name)}", f"    sha256: {digest(key)}"]
     lines += [f"    tenant: {json.dumps(tenant)}"] if tenant else []

@@ -106,6 +106,13 @@ def command_of(role: str, flags: list[str]) -> list[str]:
     return _command(f"serve {role}", SERVICES[role], flags)
 
 
+def require_names(**models: str) -> None:
+    """ConfigurationError for a model that is "", with which `serve all` takes its default."""
+    for role, spec in models.items():
+        if not spec.strip():
+            raise ConfigurationError(f"{role}: {spec!r} names no model; give a folder, hub name, GGUF file or demo")
+
+
 @contextmanager
 def services_running(
     flags: Sequence[str], *, start_timeout_s: float, stderr: IO[Any] | None = None

@@ -157,6 +157,9 @@ def parse_target(target: str) -> tuple[list[str], bool]:
     else:
         addresses = [target] if target.startswith(("ipv4:", "ipv6:")) else target.split(",")
     for address in addresses:
-        if not address.startswith("unix:") and not address.rpartition(":")[2].isdecimal():
+        port = address.rpartition(":")[2]
+        if not address.startswith("unix:") and not port.isdecimal():
             raise ValueError(f"target: {target!r} has no port; write host:port")
+        if port.isdecimal() and int(port) > 65535:  # gRPC would take its last 16 bits
+            raise ValueError(f"target: {target!r} has port {port}; use one from 1 to 65535")
     return addresses, scheme == "grpcs"

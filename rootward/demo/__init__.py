@@ -27,6 +27,16 @@ def paths() -> DemoPaths:
     return DemoPaths(target=_HERE / "target", draft=_HERE / "draft")
 
 
+def target_named(spec: str) -> str:
+    """The target model that a command line names: `demo` is that of the shipped pair."""
+    return str(paths().target) if spec == "demo" else spec
+
+
+def draft_named(spec: str) -> str:
+    """As `target_named`, for the draft model."""
+    return str(paths().draft) if spec == "demo" else spec
+
+
 def smollm2() -> Path:
     """Path of the GGUF file of SmolLM2-135M-Instruct in the user's cache. `make demo` fetches it; until then it does not exist."""
     return user_cache() / "models" / f"{SMOLLM2}.gguf"

@@ -20,7 +20,7 @@ from rootward.client import AsyncClient
 from rootward.client.connection import parse_target
 from rootward.client.types import Load, ServerInfo
 from rootward.doctor import Finding, Level, graded
-from rootward.errors import ConfigurationError, RootwardError, Unavailable
+from rootward.errors import APIConnectionError, APITimeoutError, ConfigurationError, RootwardError, Unavailable
 from rootward.wire.tls import Certificates, ClientTls, read_pem
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ def judge(system: System) -> list[Finding]:
     """The findings; for a gateway that does not answer, that and its certificates."""
     certificates = [_certificate(one) for one in system.certificates]
     if system.info is None or system.load is None:
-        advice = "start it (rootward serve all), or correct --gateway, --api-key and --tls-authority"
+        advice = "start it (rootward serve all), or correct --gateway (grpcs:// where it has TLS), --api-key and --tls-authority"
         found = f"{system.gateway.address}: {system.gateway.error}"
         return [Finding("gateway", Level.PROBLEM, found, advice), *certificates]
     judged = [
@@ -283,7 +283,10 @@ async def look(access: Access) -> System:
             info, rtt_s, asked_s = await _fastest(client.server_info)
             load = await client.load()
         except RootwardError as error:
-            return System(Seen("gateway", address, str(error).splitlines()[0]), certificates=certificates)
+            lost = isinstance(error, APIConnectionError) and not isinstance(error, APITimeoutError)
+            # the text of a lost connection is a status of gRPC; why TLS fails is said by the certificate
+            said = "no gateway answers there" if lost else str(error).splitlines()[0]
+            return System(Seen("gateway", address, said), certificates=certificates)
     skew_s = _skew(info.clock_s, asked_s)
     gateway = Seen("gateway", address, version=info.version, rtt_ms=1e3 * rtt_s, skew_s=skew_s)
     workers = await asyncio.gather(

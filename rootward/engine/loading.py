@@ -95,7 +95,10 @@ def load_model(
 
 
 def _check_device(device: str, cuda_graphs: bool) -> None:
-    cuda = torch.device(device).type == "cuda"
+    try:
+        cuda = torch.device(device).type == "cuda"
+    except RuntimeError:
+        raise ConfigurationError(f"device: {device!r} is no torch device; use cpu or cuda") from None
     if cuda_graphs and not cuda:
         raise ConfigurationError(f"cuda_graphs: device {device!r} has none; leave it out")
     if cuda and not torch.cuda.is_available():

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from rootward import demo
 from rootward.addresses import reserved_port
-from rootward.cli.serve import address_of, services_running, url_of
+from rootward.cli.serve import address_of, require_names, services_running, url_of
 from rootward.client import AsyncClient, Speculation
 from rootward.errors import APIError, ConfigurationError
 from rootward.host import available_cores
@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigurationError, APIError) as error:
         print(f"rootward: {str(error).splitlines()[0]}", file=sys.stderr)
         return error.exit_code if isinstance(error, ConfigurationError) else 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
@@ -84,8 +86,8 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = made.add_argument
-    add("target", metavar="TARGET", help="target model: folder, hub name or GGUF file")
-    add("draft", metavar="DRAFT", help="draft model, folder of a draft head, or ngram (looked up in the text)")
+    add("target", metavar="TARGET", help="target model: folder, hub name, GGUF file, or demo: the shipped one")
+    add("draft", metavar="DRAFT", help="draft model, demo, folder of a draft head, or ngram (looked up in the text)")
     add("--prompts", type=Path, help="one prompt a line, or JSON lines with `text` (default: chat prompts of the demo)")
     add("--raw", action="store_true", help="prompts as they are, without the chat template of the target")
     add(
@@ -244,6 +246,7 @@ def default_threads() -> int:
 
 def _check(given: argparse.Namespace) -> None:
     """Fill in threads and texts; ConfigurationError names the option that is wrong."""
+    require_names(target=given.target, draft=given.draft)
     given.texts = demo.read_prompts(given.prompts) if given.prompts is not None else demo.chats()
     local = "ngram" if given.draft == NGRAM else "a draft head" if is_head(given.draft) else ""
     if given.rtt and local:

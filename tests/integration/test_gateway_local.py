@@ -9,10 +9,12 @@ import subprocess
 import sys
 from contextlib import suppress
 
+import grpc
 import httpx
 import pytest
 import pytest_asyncio
 import redis.asyncio
+from support.certificates import Authority, spiffe
 from support.processes import wait_until
 
 from gateway.local import serve_all
@@ -213,6 +215,11 @@ async def test_a_closed_terminal_leaves_no_process():
     assert await ends_with_its_children(local(), signal.SIGHUP) == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel tells no process that its parent has ended")
+async def test_a_killed_supervisor_leaves_no_process():
+    assert await ends_with_its_children(local(), signal.SIGKILL) == -signal.SIGKILL
+
+
 async def test_nohup_keeps_the_services_running_without_a_terminal():
     def survives():
         process = subprocess.Popen(
@@ -240,6 +247,26 @@ async def test_a_command_that_started_services_ends_them_when_it_is_terminated()
     )
     code = await ends_with_its_children([sys.executable, "-c", program], signal.SIGTERM)
     assert code == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("asked", ["", f" --tls-peers {spiffe('client')}"], ids=["tls", "mutual"])
+async def test_it_starts_with_a_gateway_that_speaks_tls(tmp_path, asked):
+    """Also where it refuses callers without a certificate, such as the supervisor."""
+    files = Authority(tmp_path).issue("gateway")
+    settings = LocalSettings(
+        model=MODEL,
+        draft_model=DRAFT,
+        listen="127.0.0.1:0",
+        http_listen="127.0.0.1:0",
+        redis_url="none",
+        gateway_flags=f"--tls-certificate {files.certificate} --tls-key {files.key} --tls-authority {files.authority}{asked}",
+    )
+    async with serve_all(settings) as running:
+        assert running.url.startswith("https://")
+        if not asked:
+            tls = grpc.ssl_channel_credentials(files.authority.read_bytes())
+            async with AsyncClient(running.address, tls=tls) as client:
+                assert (await client.generate("1 2 3", sampling=SamplingParams(max_tokens=5))).token_ids
 
 
 @pytest.mark.parametrize(

@@ -214,8 +214,8 @@ def test_serve_all_gives_both_services_the_head_and_the_drafter_its_target(tmp_p
     settings = LocalSettings(model="there", draft_model="head:here", redis_url="none")
     with ExitStack() as reserved:
         deployment = _deployment(settings, str(tmp_path), reserved=reserved)
-    verifier = VerifierSettings.load(deployment.verifier._command[3:])
-    drafter = DrafterSettings.load(deployment.drafters[0]._command[3:])
+    verifier = VerifierSettings.load(deployment.verifier.command[3:])
+    drafter = DrafterSettings.load(deployment.drafters[0].command[3:])
     assert (verifier.head_folder, verifier.local_draft) == ("here", "ngram")
     assert (drafter.model, drafter.target) == ("head:here", "there")
 

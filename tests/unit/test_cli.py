@@ -113,11 +113,15 @@ async def test_abort_ends_a_generation_and_names_it(capsys):
         stream = client.stream("a", request_id="mine")
         deltas = aiter(stream)
         await anext(deltas)
-        assert await run("abort", "mine", "other", "--url", address) == 0
+        assert await run("abort", "mine", "other", "--url", address) == 2
         assert (await stream.get_final_result()).finish_reason == "aborted"
-        assert capsys.readouterr().out.splitlines()[-1:] == ["mine"]  # the services log before it
-        assert await run("abort", "other", "--url", address) == 0
-        assert "other" not in capsys.readouterr().out
+        out, err = capsys.readouterr()
+        assert out.splitlines()[-1:] == ["mine"]  # the services log before it
+        assert "request_ids: 'other': no such request runs; it has ended" in err
+        stream = client.stream("a", request_id="mine")
+        deltas = aiter(stream)
+        await anext(deltas)
+        assert await run("abort", "mine", "--url", address) == 0
 
 
 async def test_drain_lets_nothing_new_in(capsys):
@@ -197,6 +201,16 @@ async def test_a_prompt_longer_than_the_context(capsys):
         ),
         (["doctor", "--tls-certificate", "/x"], 2, "--tls-certificate: is for the certificates of a system"),
         (["check-pair", "/nowhere", "/nowhere"], 2, "no folder at '/nowhere'"),
+        (
+            ["status", "--url", "127.0.0.1:99999"],
+            2,
+            "target: '127.0.0.1:99999' has port 99999; use one from 1 to 65535",
+        ),
+        (["check", ""], 2, "target: '' names no model"),
+        (["download", "", "/nowhere/new"], 2, "url: '' names nothing; give hf://ORG/NAME@REVISION"),
+        (["download", "file:///nowhere", ""], 2, "folder: '.' is no new folder"),
+        (["keys", "new", ""], 2, "name: '' is empty"),
+        (["check-pair", "demo", "/nowhere.gguf"], 2, "no file at '/nowhere.gguf'"),
     ],
 )
 def test_mistakes_without_a_server(arguments, code, words, capsys):
@@ -369,8 +383,8 @@ def test_pairs():
 
 @pytest.mark.skipif(not (paths().draft / "tokenizer.json").is_file(), reason="the demo pair is not trained yet")
 def test_check_pair_on_real_folders(tmp_path, capsys):
-    target, draft = map(str, paths())
-    assert main(["check-pair", target, draft]) == 0
+    target = str(paths().target)
+    assert main(["check-pair", "demo", "demo"]) == 0
     assert "tokenizer" in capsys.readouterr().out
     other = tmp_path / "other"
     other.mkdir()

@@ -336,3 +336,16 @@ def test_prompts_are_tokens_of_the_gateway() -> None:
     assert served("messages") == [list(range(88, 600))] * 2  # of a long one the end
     assert served("prompt") == [[5, 6]] * 2
     assert len(served("nothing")) == 16
+
+
+def test_an_empty_name_and_ctrl_c_end_a_plan_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["", "demo"]) == 2
+    assert "target: '' names no model" in capsys.readouterr().err
+
+    def interrupted(given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rootward.plan.__main__._measured", interrupted)
+    assert main(["demo", "demo"]) == 130

@@ -17,6 +17,7 @@ from unit.engine import networks
 
 from rootward.core.requests import Sampling
 from rootward.core.tree import root_only
+from rootward.demo import paths
 from rootward.engine import gguf_files
 from rootward.engine.checkpoint import cpu_dtype
 from rootward.engine.loading import load_model
@@ -237,3 +238,8 @@ def test_a_checkpoint_that_is_damaged_or_lacks_tensors_is_refused(
     with pytest.raises(ConfigurationError, match=named) as caught:
         load_model(str(tmp_path), max_slots=1, max_len=64)
     assert "\n" not in str(caught.value)
+
+
+def test_a_device_that_torch_does_not_know_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="device: 'bogus' is no torch device; use cpu or cuda"):
+        load_model(str(paths().target), device="bogus")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from support.certificates import Authority
 
 from drafter_service.settings import DrafterSettings
-from gateway.local import Child, _deployment
+from gateway.local import Child, _deployment, serve_all
 from gateway.settings import GatewaySettings, LocalSettings
 from rootward import demo
 from rootward.demo import paths
@@ -24,7 +26,7 @@ from verifier_service.settings import VerifierSettings
 def started(*flags: str) -> tuple[GatewaySettings, VerifierSettings, list[DrafterSettings]]:
     """What the processes make of their command lines."""
     deployment = _deployment(LocalSettings.load(["--redis-url", "none", *flags]), "/tmp", reserved=ExitStack())
-    gateway, verifier, *drafters = (child._command[3:] for child in deployment.services)
+    gateway, verifier, *drafters = (child.command[3:] for child in deployment.services)
     found = [DrafterSettings.load(flags) for flags in drafters]
     return GatewaySettings.load(gateway), VerifierSettings.load(verifier), found
 
@@ -54,6 +56,39 @@ def test_smollm2_with_its_head_is_the_default_once_it_was_fetched(
     assert len(started("--num-drafters", "2")[2]) == 2
     gateway, verifier, (drafter,) = started("--draft-model", "owner/draft")
     assert (verifier.model, drafter.model) == (str(paths().target), "owner/draft")
+    assert len(started("--drafter-flags", "--max-num-seqs 3")[2]) == 1
+
+
+def test_demo_as_a_draft_model_is_the_shipped_one() -> None:
+    _, _, (drafter,) = started("--model", "owner/name", "--draft-model", "demo")
+    assert drafter.model == str(paths().draft)
+
+
+def test_the_certificates_of_the_gateway_are_those_of_all_and_its_probes_are_on_a_port_without_tls(
+    tmp_path: Path,
+) -> None:
+    files = Authority(tmp_path).issue("gateway")
+    tls = f"--tls-certificate {files.certificate} --tls-key {files.key} --tls-authority {files.authority}"
+    flags = ("--model", "demo", "--gateway-flags", f"{tls} --tls-server-name localhost")
+    gateway, verifier, (drafter,) = started(*flags)
+    assert gateway.admin_listen.startswith("127.0.0.1:")
+    assert [one.certificates for one in (gateway, verifier, drafter)] == [files] * 3
+    assert (verifier.tls_server_name, drafter.tls_server_name) == ("localhost", "localhost")
+    assert started(*flags, "--verifier-flags", "--tls-server-name other")[1].tls_server_name == "other"
+    assert started("--model", "demo")[0].admin_listen == ""
+
+
+@pytest.mark.parametrize("flag", ["--listen", "--http-listen"])
+async def test_a_port_that_is_taken_is_named_before_any_process_starts(flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        ports = {"--listen": "127.0.0.1:0", "--http-listen": "127.0.0.1:0"} | {flag: address}
+        words = [word for pair in ports.items() for word in pair]
+        with pytest.raises(
+            ConfigurationError, match=f"^{flag}: '{address}' cannot be bound .*; choose another address"
+        ):
+            async with serve_all(LocalSettings.load(["--model", "tabular:vocab=5", "--redis-url", "none", *words])):
+                pass
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
@@ -86,7 +121,7 @@ def test_drafters_of_heads_share_all_threads() -> None:
     flags = ["--redis-url", "none", "--model", "owner/name", "--draft-model", "head:/heads/one", "--num-threads", "4"]
     deployment = _deployment(LocalSettings.load([*flags, "--num-drafters", "2"]), "/tmp", reserved=ExitStack())
     for drafter in deployment.drafters:
-        command = drafter._command
+        command = drafter.command
         assert command[command.index("--num-threads") + 1] == "2"
 
 
