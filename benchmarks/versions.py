@@ -123,6 +123,7 @@ def parser() -> argparse.ArgumentParser:
     add("--busy", type=int, default=0, help="processes beside them that compute all the time (default 0)")
     add("--prompts", type=Path, help="JSON lines with `text`, or plain lines (default: built-in questions)")
     add("--out", type=Path, help="JSON result")
+    found.set_defaults(prompt_tokens=0)  # as in benchmarks.peers: no passage before the question
     return found
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from benchmarks.versions import speculation, table_of
+from benchmarks.peers import prompts_of
+from benchmarks.versions import parser, speculation, table_of
+from rootward.demo import paths
 
 
 def test_ratio_is_the_median_of_pairs_not_of_the_columns() -> None:
@@ -21,3 +23,8 @@ def test_trees_are_required_and_plain_decoding_is_without_any() -> None:
     assert speculation("trees", 7) == {"mode": "required", "num_draft_tokens": 7}
     assert speculation("plain", 7) == "disabled"
     assert speculation("auto", 7) == "auto"
+
+
+def test_its_options_are_enough_for_the_prompts_of_the_other_benchmarks() -> None:
+    given = parser().parse_args(["--other", "folder", "--model", str(paths().target)])
+    assert len(set(prompts_of(given, 3))) == 3
