@@ -192,7 +192,13 @@ async def ends_with_its_children(command, number):
     """The exit code of what prints "all listening" and then gets this signal. AssertionError if a process is left."""
 
     def ended():
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
+        )
         while "all listening" not in (line := process.stdout.readline()):
             assert line, "it ended before it was ready"
         children = descendants(process)
