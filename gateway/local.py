@@ -28,7 +28,7 @@ from rootward.client import AsyncClient
 from rootward.demo import draft_named, paths, smollm2, smollm2_head
 from rootward.engine.gguf_files import local_model
 from rootward.errors import APIError, AuthenticationError, ConfigurationError
-from rootward.host import available_cores, ending_with_this_process, threads_of_drafters
+from rootward.host import available_cores, threads_of_drafters
 from rootward.telemetry import configure_logging
 from rootward.wire.http_server import bind
 from rootward.wire.process import announce, run_service
@@ -117,7 +117,6 @@ class Child:
             stdout=PIPE,
             stderr=self._log_to,
             start_new_session=True,  # Ctrl-C in a terminal reaches only this process, which stops the others in order
-            preexec_fn=ending_with_this_process(),
         )
         assert process.stdout is not None
         if self._stopping:  # since it began to start, and there was no process to tell

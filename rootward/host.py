@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-
-PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 def available_cores() -> int:
@@ -61,20 +55,6 @@ def let_idle_threads_sleep() -> None:
     libgomp reads these variables when torch loads it."""
     if "GOMP_SPINCOUNT" not in os.environ:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-
-def ending_with_this_process() -> Callable[[], None] | None:
-    """For `preexec_fn` of a process: Linux sends it SIGTERM when the thread that starts it has ended, also by SIGKILL. None elsewhere."""
-    if sys.platform != "linux":
-        return None
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # found here: after a fork no library should be loaded
-
-    def arrange() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it ended before the call
-            os._exit(1)
-
-    return arrange
 
 
 def user_cache() -> Path:

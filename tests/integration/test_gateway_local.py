@@ -221,11 +221,6 @@ async def test_a_closed_terminal_leaves_no_process():
     assert await ends_with_its_children(local(), signal.SIGHUP) == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel tells no process that its parent has ended")
-async def test_a_killed_supervisor_leaves_no_process():
-    assert await ends_with_its_children(local(), signal.SIGKILL) == -signal.SIGKILL
-
-
 async def test_nohup_keeps_the_services_running_without_a_terminal():
     def survives():
         process = subprocess.Popen(
