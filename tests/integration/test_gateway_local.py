@@ -192,13 +192,7 @@ async def ends_with_its_children(command, number):
     """The exit code of what prints "all listening" and then gets this signal. AssertionError if a process is left."""
 
     def ended():
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         while "all listening" not in (line := process.stdout.readline()):
             assert line, "it ended before it was ready"
         children = descendants(process)
@@ -218,7 +212,11 @@ async def ends_with_its_children(command, number):
 
 async def test_a_closed_terminal_leaves_no_process():
     """Its SIGHUP reaches the supervisor alone, because the services have sessions of their own."""
-    assert await ends_with_its_children(local(), signal.SIGHUP) == 0
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, and processes inherit that
+    try:
+        assert await ends_with_its_children(local(), signal.SIGHUP) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 async def test_nohup_keeps_the_services_running_without_a_terminal():
