@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import markdown_table
+from rootward.errors import ConfigurationError
 
 COLOURS = {"rootward": "#3f6fb5"}  # of the bars; all others are grey
 BEGIN, END = "<!-- peers: begin, written by benchmarks.peers -->", "<!-- peers: end -->"
@@ -141,12 +142,14 @@ def batch_table(reports: Sequence[dict[str, Any]], batch: int) -> str:
 
 
 def chart(reports: Sequence[dict[str, Any]], path: Path) -> None:
-    """Bars of tokens per second of one request: a panel for every processor and temperature."""
+    """Bars of tokens per second of one request: a panel for every processor and temperature. ConfigurationError if none is."""
     from matplotlib.figure import Figure
 
     temperatures = sorted(
         {temperature for report in reports for temperature, batch in settings_of(report) if batch == 1}
     )
+    if not temperatures:
+        raise ConfigurationError("--plot: no result is of one request at once; measure with 1 among --batches")
     figure = Figure(figsize=(3.4 * len(reports), 2.0 * len(temperatures)), layout="constrained", facecolor="white")
     panels = figure.subplots(len(temperatures), len(reports), squeeze=False)
     for row, temperature in zip(panels, temperatures, strict=True):
@@ -156,6 +159,9 @@ def chart(reports: Sequence[dict[str, Any]], path: Path) -> None:
                 for series in report["series"]
                 if (series["temperature"], series["batch"]) == (temperature, 1)
             ]
+            if not bars:
+                axes.set_axis_off()
+                continue
             bars.sort(key=lambda bar: bar[1])
             names, values, systems = zip(*bars, strict=True)
             drawn = axes.barh(names, values, color=[COLOURS.get(system, "#b0b0b0") for system in systems])

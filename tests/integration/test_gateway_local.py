@@ -158,18 +158,21 @@ async def test_a_stop_is_clean_and_complete():
     await asyncio.to_thread(stopped)
 
 
-async def test_it_starts_with_a_gateway_that_asks_for_api_keys(tmp_path):
-    key, file = new_key(), tmp_path / "keys.yaml"
-    file.write_text(f"keys:\n  - {{name: one, sha256: {digest(key)}}}\n", encoding="utf-8")
-    settings = LocalSettings(
+def with_gateway_flags(flags):
+    return LocalSettings(
         model=MODEL,
         draft_model=DRAFT,
         listen="127.0.0.1:0",
         http_listen="127.0.0.1:0",
         redis_url="none",
-        gateway_flags=f"--api-keys {file}",
+        gateway_flags=flags,
     )
-    async with serve_all(settings) as running:
+
+
+async def test_it_starts_with_a_gateway_that_asks_for_api_keys(tmp_path):
+    key, file = new_key(), tmp_path / "keys.yaml"
+    file.write_text(f"keys:\n  - {{name: one, sha256: {digest(key)}}}\n", encoding="utf-8")
+    async with serve_all(with_gateway_flags(f"--api-keys {file}")) as running:
         async with AsyncClient(running.address, api_key=key) as client:
             assert len((await client.generate("1 2 3", sampling=SamplingParams(max_tokens=4))).token_ids) == 4
         async with AsyncClient(running.address) as client:
@@ -252,15 +255,8 @@ async def test_a_command_that_started_services_ends_them_when_it_is_terminated()
 async def test_it_starts_with_a_gateway_that_speaks_tls(tmp_path, asked):
     """Also where it refuses callers without a certificate, such as the supervisor."""
     files = Authority(tmp_path).issue("gateway")
-    settings = LocalSettings(
-        model=MODEL,
-        draft_model=DRAFT,
-        listen="127.0.0.1:0",
-        http_listen="127.0.0.1:0",
-        redis_url="none",
-        gateway_flags=f"--tls-certificate {files.certificate} --tls-key {files.key} --tls-authority {files.authority}{asked}",
-    )
-    async with serve_all(settings) as running:
+    tls_flags = f"--tls-certificate {files.certificate} --tls-key {files.key} --tls-authority {files.authority}{asked}"
+    async with serve_all(with_gateway_flags(tls_flags)) as running:
         assert running.url.startswith("https://")
         if not asked:
             tls = grpc.ssl_channel_credentials(files.authority.read_bytes())

@@ -171,3 +171,14 @@ def test_the_chart_has_a_panel_for_every_processor_and_temperature(tmp_path):
     drawn = (tmp_path / "bars.svg").read_text()
     for words in ("CPU, T = 0", "Other CPU, T = 0", "Rootward, plain", "vLLM, plain"):
         assert f"<!-- {words} -->" in drawn
+    warmer = report()
+    warmer["series"] = [series | {"temperature": 1.0} for series in warmer["series"]]
+    peers_report.chart([report(), warmer], tmp_path / "other.svg")  # two of its four panels are empty
+    assert (tmp_path / "other.svg").read_text().count("<!-- Rootward, plain -->") == 2
+
+
+def test_a_chart_without_a_result_of_one_request_is_refused(tmp_path):
+    eight = report()
+    eight["series"] = [series | {"batch": 8} for series in eight["series"]]
+    with pytest.raises(ConfigurationError, match="--plot: no result is of one request at once"):
+        peers_report.chart([eight], tmp_path / "bars.svg")
