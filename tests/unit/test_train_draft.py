@@ -192,15 +192,39 @@ def test_wrong_options_are_one_line_and_exit_code_2(
     assert not (tmp_path / "head").exists()
 
 
+FORM = ["--draft-vocabulary", "64", "--layers", "1", "2", "3"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run in `head` and its prompts in `prompts.jsonl`, for tests that go on with its text or from its end."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "prompts.jsonl").write_text('{"text": "What is a tree?"}\n')
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert run(monkeypatch, TARGET, *files_of(folder), *SMALL, *FORM) == 0
+    return folder
+
+
+@pytest.fixture
+def sampled(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it before its training."""
+    shutil.copytree(finished, tmp_path / "sampled")
+    (tmp_path / "sampled" / "head" / "work" / "checkpoint.pt").unlink()
+    (tmp_path / "sampled" / "head" / "model.safetensors").unlink()
+    return tmp_path / "sampled"
+
+
+def files_of(folder: Path) -> list[str]:
+    return ["--out", str(folder / "head"), "--prompts", str(folder / "prompts.jsonl")]
+
+
 def test_a_run_goes_on_only_with_a_head_of_the_same_form(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Other layers would fit its tensors, and another draft vocabulary would be ignored."""
-    (tmp_path / "p.jsonl").write_text('{"text": "What is a tree?"}\n')
-    flags = [TARGET, "--out", str(tmp_path / "head"), *SMALL, "--prompts", str(tmp_path / "p.jsonl")]
-    form = ["--draft-vocabulary", "64", "--layers", "1", "2", "3"]
-    assert run(monkeypatch, *flags, *form) == 0
-    assert run(monkeypatch, *flags, *form) == 0
+    folder = shutil.copytree(finished, tmp_path / "copy")
+    flags = [TARGET, *files_of(folder), *SMALL]
+    assert run(monkeypatch, *flags, *FORM) == 0
     capsys.readouterr()
     assert run(monkeypatch, *flags, "--draft-vocabulary", "64", "--layers", "0", "2", "3") == 2
     assert "--layers: 0 2 3, but the run that goes on here has 1 2 3" in capsys.readouterr().err
@@ -250,40 +274,39 @@ def test_a_sampling_phase_that_was_interrupted_answers_what_is_left(
 
 
 def test_a_work_folder_of_another_target_or_other_prompts_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = tmp_path / "p.jsonl"
-    prompts.write_text('{"text": "What is a tree?"}\n')
-    flags = ["--out", str(tmp_path / "head"), *SMALL, "--draft-vocabulary", "64"]
-    assert run(monkeypatch, TARGET, *flags, "--prompts", str(prompts)) == 0
+    folder = shutil.copytree(finished, tmp_path / "copy")
+    flags = [*files_of(folder), *SMALL, *FORM]
     shutil.copytree(TARGET, tmp_path / "moved")
-    assert run(monkeypatch, str(tmp_path / "moved"), *flags, "--prompts", str(prompts)) == 0
+    assert run(monkeypatch, str(tmp_path / "moved"), *flags) == 0
     capsys.readouterr()
+    prompts = folder / "prompts.jsonl"
     prompts.write_text('{"text": "What is a root?"}\n')
-    assert run(monkeypatch, TARGET, *flags, "--prompts", str(prompts)) == 2
+    assert run(monkeypatch, TARGET, *flags) == 2
     assert f"--prompts: '{prompts}', but the text that is used here" in capsys.readouterr().err
-    prompts.write_text('{"text": "What is a tree?"}\n')
+    shutil.copy(finished / "prompts.jsonl", prompts)
     config = json.loads((tmp_path / "moved" / "config.json").read_text(encoding="utf-8"))
     config["rms_norm_eps"] *= 2
     (tmp_path / "moved" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert run(monkeypatch, str(tmp_path / "moved"), *flags, "--prompts", str(prompts)) == 2
+    assert run(monkeypatch, str(tmp_path / "moved"), *flags) == 2
     assert "moved', but the text that is used here" in capsys.readouterr().err
 
 
-def test_a_text_without_held_out_chats_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_without_held_out_chats_is_trained_on(sampled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a small one none may be: that must not end training at its first checkpoint."""
     module = pytest.importorskip("training.train_draft")
     monkeypatch.setattr(module, "CHECKPOINT_S", 0.0)
     monkeypatch.setattr(module, "HELD_OUT_SHARE", 0.0)
-    assert run(monkeypatch, TARGET, "--out", str(tmp_path), *SMALL, "--draft-vocabulary", "64") == 0
-    assert (tmp_path / "model.safetensors").is_file()
-    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["sliding_window"] == WINDOW
+    assert run(monkeypatch, TARGET, *files_of(sampled), *SMALL, *FORM) == 0
+    assert (sampled / "head" / "model.safetensors").is_file()
+    assert json.loads((sampled / "head" / "config.json").read_text(encoding="utf-8"))["sliding_window"] == WINDOW
 
 
 def test_a_text_without_chats_for_training_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    sampled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = pytest.importorskip("training.train_draft")
     monkeypatch.setattr(module, "HELD_OUT_SHARE", 1.0)
-    assert run(monkeypatch, TARGET, "--out", str(tmp_path), *SMALL) == 2
+    assert run(monkeypatch, TARGET, *files_of(sampled), *SMALL, *FORM) == 2
     assert "--tokens: 40 are too few" in capsys.readouterr().err
