@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from rootward.core.requests import STRATEGIES, DraftStrategy
 from rootward.ports import DEFAULT_POOL
-from rootward.settings import WorkerSettings
+from rootward.settings import ListenAddress, WorkerSettings
 
 
 class DrafterSettings(WorkerSettings):
@@ -32,7 +32,7 @@ class DrafterSettings(WorkerSettings):
         description="folder or hub name of the target, for a draft model with another tokenizer: it then drafts the tokens "
         "that both have (default: the draft model has the target's tokenizer)",
     )
-    listen: str = Field("127.0.0.1:50061", description="gRPC address; port 0 takes a free one")
+    listen: ListenAddress = Field("127.0.0.1:50061", description="gRPC address; port 0 takes a free one")
     pool: str = Field(
         DEFAULT_POOL, min_length=1, description="name of the pool it belongs to, in the registry and in metrics"
     )

@@ -11,7 +11,7 @@ from functools import partial
 from gateway.app import build_app
 from gateway.auth import Access, Keys
 from gateway.autoscaling import scaler_port
-from gateway.http_guard import RequestGuard
+from gateway.http_guard import RequestGuard, for_web_pages
 from gateway.models import Models
 from gateway.redis_store import Store, open_store
 from gateway.router import Upstreams
@@ -80,7 +80,8 @@ async def serve(settings: GatewaySettings) -> None:
                 in_flight=in_flight,
                 hosts=settings.http_hosts,
             )
-            group.create_task(http.run_until_stopped(access.around(app)))
+            served = for_web_pages(access.around(app), settings.http_allowed_origins)
+            group.create_task(http.run_until_stopped(served))
             readiness = group.create_task(_keep_ready(models, server))
             await models.wait_ready(FIRST_VERIFIER_S)
             await server.set_ready(models.ready)

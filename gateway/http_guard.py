@@ -4,10 +4,11 @@ bodies and gRPC messages of the process together stay within a budget. API keys 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,6 +22,20 @@ MAX_MEMBERS = 1 << 15  # of all objects of a body
 # Bytes of the longest body for each value that it may have: 262 144 token ids with the default limit, 45 ms of the event loop.
 BYTES_A_VALUE = 8
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def for_web_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """The application, whose answers scripts of web pages of these origins may read (CORS). The question of a browser whether it may ask
+    is answered before any other check, since it has neither key nor body."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
 
 
 class RequestGuard:

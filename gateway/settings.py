@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from gateway.http_guard import LOCAL_HOSTS
 from gateway.session_store import Rate
@@ -13,20 +14,9 @@ from gateway.stored_responses import LIFETIME_S, MAX_BYTES, MAX_RESPONSES
 from gateway.tools import CallFormat
 from rootward.addresses import is_loopback
 from rootward.discovery.sources import Source, SourceList, parse_sources
-from rootward.settings import ProcessSettings, ServiceSettings
+from rootward.settings import CommaSeparated, ListenAddress, OptionalListenAddress, ProcessSettings, ServiceSettings
 from rootward.wire.channel import MAX_REQUEST_BYTES
 from rootward.wire.tls import Certificates, ServerTls
-
-
-def _address(value: str) -> str:
-    host, _, port = value.removeprefix("dns:///").rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError("write host:port; when listening, port 0 takes a free one")
-    return value
-
-
-Address = Annotated[str, AfterValidator(_address)]
-
 
 ToolCallFormat = Literal["auto", "hermes", "mistral", "json"]
 
@@ -66,12 +56,16 @@ class GatewaySettings(ProcessSettings):
         default=[],
         description="in place of model, verifiers and served_model_name: a list of these, for several models; best in --config",
     )
-    listen: Address = Field("127.0.0.1:50051", description="gRPC address; port 0 takes a free one")
-    http_listen: Address = Field("127.0.0.1:8000", description="HTTP address; port 0 takes a free one")
+    listen: ListenAddress = Field("127.0.0.1:50051", description="gRPC address; port 0 takes a free one")
+    http_listen: ListenAddress = Field("127.0.0.1:8000", description="HTTP address; port 0 takes a free one")
+    http_allowed_origins: CommaSeparated = Field(
+        default=[],
+        description="web pages whose scripts may call the HTTP API, as https://chat.example, with commas between; * for all",
+    )
     metrics_compat: Literal["none", "vllm"] = Field(
         "none", description="export metrics of the same meaning under vLLM's names as well"
     )
-    scaler_listen: str = Field(
+    scaler_listen: OptionalListenAddress = Field(
         "", description="gRPC address of KEDA's external scaler; needs redis_url (default: none)"
     )
     redis_url: str = Field(
@@ -125,6 +119,14 @@ class GatewaySettings(ProcessSettings):
     request_timeout_s: float = Field(600.0, gt=0, description="longest time of a request")
     redispatch_wait_s: float = Field(30.0, ge=0, description="how long a running request waits for another verifier")
     shutdown_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for running requests")
+
+    @field_validator("http_allowed_origins")
+    @classmethod
+    def _are_origins(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/?#]+", origin):
+                raise ValueError(f"{origin!r} is no origin; write scheme and host, as https://chat.example, or *")
+        return origins
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
@@ -203,8 +205,10 @@ class LocalSettings(ServiceSettings):
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads of the target (default: all cores); the drafters share half as many"
     )
-    listen: Address = Field("127.0.0.1:50051", description="gRPC address of the gateway; port 0 takes a free one")
-    http_listen: Address = Field("127.0.0.1:8000", description="HTTP address of the gateway; port 0 takes a free one")
+    listen: ListenAddress = Field("127.0.0.1:50051", description="gRPC address of the gateway; port 0 takes a free one")
+    http_listen: ListenAddress = Field(
+        "127.0.0.1:8000", description="HTTP address of the gateway; port 0 takes a free one"
+    )
     served_model_name: str = Field(
         "", description="name clients use (default: the last part of --model, of a GGUF file its name without .gguf)"
     )

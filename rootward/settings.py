@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
@@ -43,6 +43,17 @@ def _split(value: object) -> object:
 
 
 CommaSeparated = Annotated[list[str], NoDecode, BeforeValidator(_split)]  # a list that people write with commas
+
+
+def _listen_address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError("write host:port; port 0 takes a free one")
+    return value
+
+
+ListenAddress = Annotated[str, AfterValidator(_listen_address)]
+OptionalListenAddress = Annotated[str, AfterValidator(lambda value: value and _listen_address(value))]
 
 
 class ServiceSettings(BaseSettings):
@@ -112,7 +123,7 @@ class ProcessSettings(ServiceSettings):
     Without certificates everything travels in the clear: for one machine, or a network that encrypts.
     """
 
-    admin_listen: str = Field("", description="HTTP address of probes and metrics (default: none)")
+    admin_listen: OptionalListenAddress = Field("", description="HTTP address of probes and metrics (default: none)")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
     log_json: bool = Field(False, description="log as JSON lines")
     tracing_endpoint: str = Field("", description="OTLP over gRPC, as http://host:4317 (default: no traces)")

@@ -102,11 +102,14 @@ def generate(
         client.stream(text, sampling=sampling, speculation=speculation, model=model) as stream,
     ):
         if output is OutputFormat.text:
+            shown = False
             try:
                 for delta in stream:
                     print_delta(console, delta)
+                    shown = True
             finally:
-                console.file.write("\n")
+                if shown:
+                    console.file.write("\n")
         result = stream.get_final_result()
     if output is OutputFormat.json:
         print(as_json(result))

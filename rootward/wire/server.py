@@ -87,11 +87,6 @@ class RpcServer:
         await self.stop(0 if kind else None)
 
     def _bind(self) -> int:
-        host, colon, given = self.address.rpartition(":")
-        if not colon or not (given.isdecimal() or host == "unix"):
-            raise ConfigurationError(
-                f"{self._setting}: {self.address!r} is no address; write host:port, port 0 takes a free one"
-            )
         try:
             if self._tls is None:
                 port = self.grpc.add_insecure_port(self.address)

@@ -10,6 +10,7 @@ An error without our ErrorInfo comes from the transport or from a proxy: the pee
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,9 @@ DETAILS_KEY = "grpc-status-details-bin"
 RETRY_KEY = "retry-after-ms"
 
 _MAX_MESSAGE_CHARS = 1000  # the status travels in headers, whose default limit is 8 KiB in all
+_LAST_ERROR = re.compile(
+    r"^failed to connect to all addresses; last error: (?:[A-Z_]+: )?"
+)  # grpc's, before the reason
 _MAX_ID_CHARS = 256  # of a request in the log, which a bug may have kept from being checked
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -127,7 +131,7 @@ def api_error(error: grpc.RpcError) -> APIError:
     """The error that the SDK raises for a failed RPC."""
     failure = failure_of(error)
     if failure.lost:
-        return errors.APIConnectionError(f"no answer from the server: {failure.message}")
+        return errors.APIConnectionError(f"no answer from the server: {_LAST_ERROR.sub('', failure.message)}")
     if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED and not failure.reason:
         return errors.APITimeoutError("the deadline passed while waiting for the server")
     kind = _API_ERRORS.get(failure.code.name, errors.InternalServerError)

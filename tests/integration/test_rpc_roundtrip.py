@@ -311,15 +311,6 @@ async def test_a_taken_port_is_a_configuration_error():
                 await second.start()
 
 
-@pytest.mark.parametrize("address", ["foo", "127.0.0.1", "127.0.0.1:x"])
-async def test_what_is_no_address_is_named_with_its_setting(address):
-    async with RpcServer(address, setting="scaler_listen") as server:
-        with pytest.raises(
-            errors.ConfigurationError, match=f"scaler_listen: '{address}' is no address; write host:port"
-        ):
-            await server.start()
-
-
 async def test_health_and_reflection():
     async with verifier_at(CountingVerifier()) as (_, server), open_channel(server.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from support.certificates import Authority
 
 from gateway.auth import Access, Keys
-from gateway.http_guard import BYTES_A_VALUE, LOCAL_HOSTS, MAX_CONTAINERS, MAX_MEMBERS, RequestGuard
+from gateway.http_guard import BYTES_A_VALUE, LOCAL_HOSTS, MAX_CONTAINERS, MAX_MEMBERS, RequestGuard, for_web_pages
 from gateway.settings import GatewaySettings
 from rootward.keys import digest, new_key
 from rootward.wire.auth import BytesInFlight
@@ -395,3 +395,43 @@ async def test_renewed_certificates_are_taken_up_and_half_a_renewal_changes_noth
     files.key.write_bytes(new_key)
     assert await status(ssl.create_default_context(cafile=str(new.file))) == 200
     await stop()
+
+
+@pytest.mark.parametrize(
+    ("origins", "origin", "may"),
+    [
+        (["https://chat.example"], "https://chat.example", True),
+        (["https://chat.example"], "https://other.example", False),
+        (["*"], "https://other.example", True),
+        ([], "https://chat.example", False),
+    ],
+)
+async def test_scripts_of_web_pages_may_call_if_their_origin_is_allowed(origins, origin, may, tmp_path):
+    """A browser asks first, without a key, and then gives a script the answer only if its origin is named in it."""
+    path, right = tmp_path / "keys.yaml", new_key()
+    path.write_text(f"keys: [{{name: a, sha256: {digest(right)}}}]")
+    app = for_web_pages(Access(Keys(path), ["demo"]).around(guarded()), origins)
+    key = {"authorization": f"Bearer {right}"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+        asked = {
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,content-type",
+        }
+        first = await client.options(PATH, headers={"origin": origin} | asked)
+        then = await client.post(PATH, content=b"{}", headers=JSON | key | {"origin": origin})
+        refused = await client.post(PATH, content=b"{}", headers=JSON | {"origin": origin})
+    assert (first.status_code == 200) is may
+    assert [("access-control-allow-origin" in answer.headers) for answer in (first, then, refused)] == [may] * 3
+    assert then.text == "2"
+    assert refused.status_code == 401, "an origin is no key"
+    assert not may or "x-request-id" in then.headers["access-control-expose-headers"]
+
+
+def test_an_origin_has_a_scheme_and_a_host():
+    assert (
+        GatewaySettings(model="m", http_allowed_origins="https://a, http://b:1,*").http_allowed_origins[1]
+        == "http://b:1"
+    )
+    for wrong in ("a.example", "https://a/page", "ftp://a", "https://"):
+        with pytest.raises(ValueError, match=f"'{wrong}' is no origin"):
+            GatewaySettings(model="m", http_allowed_origins=wrong)

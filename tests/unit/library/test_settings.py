@@ -6,7 +6,7 @@ import pytest
 from pydantic import Field, SecretStr
 
 from rootward.errors import ConfigurationError
-from rootward.settings import CommaSeparated, ServiceSettings
+from rootward.settings import CommaSeparated, ListenAddress, OptionalListenAddress, ServiceSettings
 
 
 class Settings(ServiceSettings):
@@ -17,6 +17,8 @@ class Settings(ServiceSettings):
     stream: bool = Field(True, description="send tokens as they come")
     peers: CommaSeparated = Field([])
     key: SecretStr | None = Field(None, min_length=4)
+    listen: ListenAddress = Field("127.0.0.1:1")
+    admin_listen: OptionalListenAddress = Field("")
 
 
 @pytest.fixture
@@ -66,6 +68,19 @@ def test_errors_name_field_value_and_fix(argv, message):
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("address", ["here", "127.0.0.1", "127.0.0.1:x", ":1", "a:65536", "dns:///a:1", "unix:/a/b:1"])
+@pytest.mark.parametrize("setting", ["listen", "admin_listen"])
+def test_an_address_to_listen_on_is_a_host_and_a_port(setting, address):
+    with pytest.raises(ConfigurationError, match=f"{setting}: '{address}' is not valid: write host:port; port 0"):
+        Settings.load(["--model", "m", f"--{setting.replace('_', '-')}", address])
+
+
+def test_what_need_not_listen_has_no_address():
+    fits = ["--model", "m", "--listen", "[::]:0"]
+    assert Settings.load([*fits, "--admin-listen", ""]).admin_listen == ""
+    assert Settings.load([*fits, "--admin-listen", "a:65535"]).admin_listen == "a:65535"
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "model: [", "modle: m\n"])
