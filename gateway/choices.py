@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
+from gateway.planning import MAX_ID_CHARACTERS
 from gateway.requests import Delta, Ending, GenerateRequest
 from rootward.client.types import Usage
 from rootward.core.requests import TokenLogprob
@@ -34,6 +35,10 @@ def outputs(request: GenerateRequest, prompts: Sequence[str | tuple[int, ...]] =
         fix = "outputs of one request are not resumed; send a new one"
         raise UnsupportedParameter("resume_offset", len(given) * request.n, fix)
     name = request.request_id or uuid.uuid4().hex
+    last = f"{OUTPUT_SEPARATOR}{len(given) * request.n - 1}"
+    if len(given) * request.n > 1 and len(name) + len(last) > MAX_ID_CHARACTERS:
+        fix = f"with {last} behind it, the name of its last output, is longer than {MAX_ID_CHARACTERS} characters"
+        raise InvalidRequest("request_id", f"{name[:16]}…", fix)
     ids = [f"{name}{OUTPUT_SEPARATOR}{index}" if index else name for index in range(len(given) * request.n)]
     return [
         replace(request, prompt=given[i // request.n], request_id=own, choice=i % request.n, index=i)

@@ -63,12 +63,12 @@ class Cutoff:
         if self.aborted:
             return
         self.aborted, self.error = True, error
-        if self._timer is not None:
+        if self._timer is not None and not self._timer.expired():  # then the work is being cancelled already
             self._timer.reschedule(asyncio.get_running_loop().time())
 
     def lose(self, error: ServiceError) -> None:
         """What is waited for now will not come: the waiting ends with this error. May be called from another task at any time."""
-        if self._timer is not None and not self.aborted:
+        if self._timer is not None and not self._timer.expired() and not self.aborted:
             self._lost = error
             self._timer.reschedule(asyncio.get_running_loop().time())
 

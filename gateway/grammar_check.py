@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import resource
 import signal
@@ -37,10 +38,15 @@ MAX_RULES = 512  # of a Lark grammar
 STACK_BYTES = 2 << 20  # the thread that compiles at a verifier has 8 MiB
 MEMORY_BYTES = 2 << 30  # address space of the child
 COMPILE_S = 5.0
+FORGET_S = 60.0  # after which a form whose check failed is checked again: the cause may have been outside of it
 RETRY_S = 1.0  # after which a client may ask again when the child did not start
 START_S = 30.0  # for the child to import its libraries and to read the vocabulary
 MAX_REMEMBERED = 1024  # forms
 MAX_ANSWER = 1 << 20  # bytes
+
+
+class _CheckFailed(Exception):
+    """The child gave no answer; the message says what to change in the form, which is the likeliest cause."""
 
 
 class GrammarCheck:
@@ -50,7 +56,8 @@ class GrammarCheck:
         self._tokenizer = tokenizer
         self._child: Process | None = None
         self._exclusive = asyncio.Lock()  # one form at a time
-        self._fixes: dict[bytes, str | None] = {}  # of forms that were checked; None: the form compiles
+        # Of forms that were checked: what to change, None if the form compiles, and the time of the loop until which that counts.
+        self._checked: dict[bytes, tuple[str | None, float]] = {}
 
     async def check(self, wanted: Structure, *, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         """InvalidGrammar for a form that does not compile within the limits. Unavailable if the child does not start."""
@@ -74,26 +81,41 @@ class GrammarCheck:
         """What to change in the form; None if it compiles."""
         key = blake2b(f"{wanted.form.value} {wanted.text}".encode(), digest_size=16).digest()
         async with self._exclusive:
-            if key not in self._fixes:
-                self._fixes[key] = await self._ask(wanted, vocabulary)
-                if len(self._fixes) > MAX_REMEMBERED:
-                    del self._fixes[next(iter(self._fixes))]  # the oldest
-            return self._fixes[key]
+            now_s = asyncio.get_running_loop().time
+            fix, until_s = self._checked.get(key, (None, -math.inf))
+            if until_s <= now_s():
+                try:
+                    fix, until_s = await self._ask(wanted, vocabulary), math.inf
+                except _CheckFailed as error:
+                    fix, until_s = str(error), now_s() + FORGET_S
+                self._checked.pop(key, None)
+                self._checked[key] = fix, until_s
+                if len(self._checked) > MAX_REMEMBERED:
+                    del self._checked[next(iter(self._checked))]  # the oldest
+            return fix
 
     async def _ask(self, wanted: Structure, vocabulary: Mapping[str, object]) -> str | None:
+        """The answer of the child. _CheckFailed if none comes in time, or if two children end without one: one may have been killed."""
         try:
-            child = await self._running(vocabulary)
-            async with asyncio.timeout(COMPILE_S):
-                answer = await _exchange(child, {"form": wanted.form.value, "text": wanted.text})
+            try:
+                return await self._answer(wanted, vocabulary)
+            except (ConnectionError, EOFError):
+                await self.close()
+                return await self._answer(wanted, vocabulary)
         except (TimeoutError, OSError, EOFError) as error:
             late = isinstance(error, TimeoutError)
             log.warning("grammar_check_failed", form=wanted.form.value, characters=len(wanted.text), timeout=late)
             await self.close()
             cause = f"does not compile within {COMPILE_S:g} s" if late else "overflows the compiler"
-            return f"{cause}; use fewer or shorter chains of references, rules and repetitions"
+            raise _CheckFailed(f"{cause}; use fewer or shorter chains of references, rules and repetitions") from error
         except BaseException:  # cancelled between a question and its answer
             await self.close()
             raise
+
+    async def _answer(self, wanted: Structure, vocabulary: Mapping[str, object]) -> str | None:
+        child = await self._running(vocabulary)
+        async with asyncio.timeout(COMPILE_S):
+            answer = await _exchange(child, {"form": wanted.form.value, "text": wanted.text})
         fix: str | None = answer["fix"]
         return fix
 

@@ -126,7 +126,11 @@ class HuggingFaceTokenizer:
         special, texts = self._special, "".join(texts_in(list(messages)))
         if special is None or special.search(texts) is None:
             return messages, ""
-        cut = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in texts)  # for private use: no template has one
+        unused = set(map(chr, range(0xE000, 0xF900))).difference(texts)  # for private use: no template has one
+        if not unused:
+            fix = "have all characters U+E000 to U+F8FF and the text of a special token; leave one out"
+            raise InvalidRequest("messages", len(messages), fix)
+        cut = min(unused)
         marked = rf"\1{cut}"
 
         def change(text: str) -> str:
@@ -242,7 +246,7 @@ class TokenizerPool:
         self._num_calls += 1
         try:
             async with self._large if size > LARGE_CHARACTERS else nullcontext():
-                work = self._threads.submit(call, *arguments)
+                work = self._threads.submit(_without_stop_iteration, call, *arguments)
                 try:
                     return await asyncio.wrap_future(work)
                 except asyncio.CancelledError:  # a thread that works on it goes on, and others wait for it
@@ -254,6 +258,14 @@ class TokenizerPool:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _without_stop_iteration(call: Callable[..., T], *arguments: object) -> T:
+    """A future of asyncio cannot hold StopIteration: it would never be done."""
+    try:
+        return call(*arguments)
+    except StopIteration as error:
+        raise RuntimeError("a call of the tokenizer raised StopIteration") from error
 
 
 def _refuse_lone_surrogates(field: str, text: str) -> None:

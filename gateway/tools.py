@@ -21,6 +21,7 @@ import regex
 from gateway.detokenizer import held_back
 from gateway.requests import Chat
 from gateway.tokenizer import Tokenizer
+from rootward.core.requests import is_text
 from rootward.errors import InvalidRequest, UnsupportedParameter
 
 if TYPE_CHECKING:
@@ -394,7 +395,8 @@ def _known_call(text: str) -> tuple[str, str] | None:
             arguments = json.loads(arguments, parse_constant=_no_constant)
         if not isinstance(arguments, dict | None):
             return None
-        return value["name"], json.dumps(arguments or {}, ensure_ascii=False)
+        text = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)  # 1e999 has become infinity
+        return value["name"], text if is_text(text) else json.dumps(arguments)
     except (ValueError, RecursionError):
         return None
 

@@ -156,7 +156,10 @@ class DrafterAudit:
                 # Also without draws of its own: another verifier may have caught the drafter, or an operator cleared it.
                 is_new = audited.saved != audited.record.num_draws
                 if self._redis is not None and (name in up or is_new or audited.caught):
-                    await self._exchange(name, audited)
+                    try:
+                        await self._exchange(name, audited)
+                    except Exception:  # a bug leaves this drafter untrusted, not all of them
+                        log.exception("audit_failed", drafter=name)
             with suppress(TimeoutError):
                 async with asyncio.timeout(SYNC_S):
                     await self._new.wait()
@@ -227,7 +230,7 @@ class DrafterAudit:
 
 def _number(found: object) -> int:
     """What an operator has counted up; 0 for nothing, and for what is no number."""
-    return int(text) if (text := str(found)).isdecimal() else 0
+    return int(text) if (text := str(found)).isdecimal() and len(text) < 16 else 0
 
 
 def _seen(value: str) -> dict[str, Any] | None:
@@ -237,9 +240,10 @@ def _seen(value: str) -> dict[str, Any] | None:
     try:
         seen = json.loads(value)
         product = np.array(seen["log_product"], dtype=np.float64)
-        own = product if product.shape == (len(STRATEGIES),) else np.zeros(len(STRATEGIES))
+        fits = product.shape == (len(STRATEGIES),) and bool(np.isfinite(product).all())
+        own = product if fits else np.zeros(len(STRATEGIES))
         times = {"written_s": float(seen["written_s"])} if "written_s" in seen else {}
         return {"cleared": int(seen["cleared"]), "caught": str(seen["caught"]), "log_product": own, **times}
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         log.warning("audit_unreadable", error=repr(error))
         return None

@@ -173,7 +173,7 @@ def _worker_of(role: str, worker_id: str, name: str, fields: Mapping[str, str]) 
     try:
         counters = json.loads(fields["counters"])
         return _WORKER.validate_python({**fields, "role": role, "id": worker_id, "name": name, "counters": counters})
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RecursionError) as error:
         if fields:
             log.warning("worker_unreadable", worker=worker_id, error=repr(error))
         return None

@@ -72,7 +72,11 @@ async def test_a_worker_that_misses_heartbeats_is_gone(registry: Registry) -> No
     assert await registry.workers("drafter", "fast") == ()
 
 
-@pytest.mark.parametrize("fields", [{}, {"address": "a:1"}, {"address": "a:1", "counters": "none"}])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"address": "a:1"}, {"address": "a:1", "counters": "none"}, {"address": "a:1", "counters": "[" * 100_000}],
+    ids=["expired", "incomplete", "no JSON", "nested"],
+)
 async def test_a_hash_that_expired_or_is_none_of_ours_is_left_out(registry: Registry, fields) -> None:
     await registry.publish(worker(1))
     await registry._client.zadd(registry._index_key("drafter", "fast"), {"ghost": 9e12})

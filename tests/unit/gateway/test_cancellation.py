@@ -12,12 +12,13 @@ from unit.gateway.service_for_tests import IDS, at_rest, collect, ids_of, servin
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway.admission import Admission
+from gateway.generation import Aborted, Cutoff
 from gateway.ledger import Ledger
 from gateway.redis_store import open_store
 from gateway.requests import GenerateRequest, Resume
 from gateway.session_store import INTERRUPTED, RUNNING, MemoryStore, Rate
 from gateway.tokenizer import LARGE_CHARACTERS, TokenizerPool
-from rootward.errors import InvalidRequest
+from rootward.errors import DeadlineExceeded, InvalidRequest, Unavailable
 
 FIXED = Rate(1e-9, 1000.0)  # nothing flows in
 ASK = GenerateRequest("a", request_id="one", tenant="t", max_tokens=50)
@@ -212,3 +213,23 @@ async def test_short_texts_do_not_wait_for_long_ones_whose_clients_have_gone():
     await asyncio.gather(*gone, return_exceptions=True)
     assert pool._num_calls == 0
     pool.close()
+
+
+@pytest.mark.parametrize(("late", "raised"), [("abort", Aborted), ("lose", DeadlineExceeded)])
+async def test_a_request_whose_deadline_has_passed_can_be_aborted_and_lost_while_it_cleans_up(late, raised):
+    """Both are called for many requests in a row: one that is ending must not keep the call from the others."""
+    cutoff, cleaning, go_on = Cutoff(asyncio.get_running_loop().time() + 0.01), asyncio.Event(), asyncio.Event()
+
+    async def work():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaning.set()
+            await go_on.wait()
+
+    waiting = asyncio.create_task(cutoff.wait(work(), "test"))
+    await cleaning.wait()
+    cutoff.abort() if late == "abort" else cutoff.lose(Unavailable("gone"))
+    go_on.set()
+    with pytest.raises(raised):
+        await waiting

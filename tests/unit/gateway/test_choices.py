@@ -56,6 +56,14 @@ async def test_closing_the_stream_ends_all_outputs(num_read):
         await at_rest(service, verifier)
 
 
+def test_an_id_leaves_room_for_the_numbers_of_outputs():
+    assert outputs(GenerateRequest("abc", request_id="r" * 128))[0].request_id == "r" * 128
+    assert outputs(GenerateRequest("abc", request_id="r" * 126, n=10))[9].request_id == "r" * 126 + "#9"
+    for length, n in ((127, 2), (126, 11)):
+        with pytest.raises(InvalidRequest, match=f"request_id: 'rrrrrrrrrrrrrrrr…' with #{n - 1} behind it"):
+            outputs(GenerateRequest("abc", request_id="r" * length, n=n))
+
+
 async def test_failure_of_one_output_ends_all():
     verifier = SpellingVerifier(delay_s=0.02)
     async with serving(verifier, max_num_seqs=1, max_num_queued_reqs=1) as service:

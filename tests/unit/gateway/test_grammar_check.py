@@ -73,6 +73,35 @@ async def test_a_form_that_overflows_the_compiler_is_refused_and_the_next_one_is
     await check(Form.REGEX, "[a-z]+")
 
 
+async def test_a_form_is_not_blamed_for_a_compiler_that_is_killed(check, monkeypatch):
+    exchange, asked = grammar_check._exchange, []
+
+    async def killed(child, question):
+        if "form" in question and len(asked) < 1:
+            child.kill()
+        asked.append(question)
+        return await exchange(child, question)
+
+    await check(Form.REGEX, "a")
+    monkeypatch.setattr(grammar_check, "_exchange", killed)
+    await check(Form.REGEX, "b")
+    assert ["form" in question for question in asked] == [True, False, True]
+
+
+async def test_a_form_whose_check_failed_is_checked_again_later(check, monkeypatch):
+    await check(Form.REGEX, "a")
+    monkeypatch.setattr(grammar_check, "COMPILE_S", 0.0)
+    with pytest.raises(InvalidGrammar, match="within 0 s"):
+        await check(Form.REGEX, "b")
+    monkeypatch.undo()
+    with pytest.raises(InvalidGrammar, match="within 0 s"):
+        await check(Form.REGEX, "b")
+    (key,) = [key for key, (fix, _) in check.owner._checked.items() if fix]
+    fix, until_s = check.owner._checked[key]
+    check.owner._checked[key] = fix, until_s - grammar_check.FORGET_S
+    await check(Form.REGEX, "b")
+
+
 async def test_a_compiler_that_ended_between_two_forms_is_started_again(check):
     await check(Form.REGEX, "a")
     ended = check.owner._child

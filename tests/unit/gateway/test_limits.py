@@ -72,6 +72,17 @@ async def test_the_queue_for_the_tokenizer_is_bounded(monkeypatch):
     pool.close()
 
 
+async def test_a_call_that_raises_stop_iteration_ends():
+    """asyncio cannot put it into a future: the caller would wait for ever, and its place would be gone."""
+    pool = TokenizerPool()
+    async with asyncio.timeout(10):
+        for size in (10, 5000, LARGE_CHARACTERS + 1):
+            with pytest.raises(RuntimeError, match="StopIteration"):
+                await pool.run(size, next, iter(()))
+        assert await pool.run(LARGE_CHARACTERS + 1, lambda: "next") == "next"
+    pool.close()
+
+
 async def test_a_long_text_leaves_the_tokenizer_to_others_over_the_wire():
     async with grpc_serving(max_prompt_characters=50) as (_, address), AsyncClient(address) as client:
         with pytest.raises(Exception, match="characters are more than"):

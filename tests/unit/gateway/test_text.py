@@ -127,6 +127,16 @@ def test_special_tokens_in_messages_are_text(said):
     assert end in with_template(special_tokens_in_messages=True).encode_chat(Chat(messages))
 
 
+def test_a_special_token_beside_all_characters_for_private_use_is_refused():
+    """None is left that could separate the parts in which the text is tokenised."""
+    private = "".join(map(chr, range(0xE000, 0xF900)))
+    tokenizer, said = with_template(), f"{END}{private[:-1]}"
+    ids = tokenizer.encode_chat(Chat([{"role": "user", "content": said}]))
+    assert tokenizer.decode(ids, skip_special_tokens=False) == f"<user>{said}<assistant>"
+    with pytest.raises(InvalidRequest, match="messages: 1 have all characters U\\+E000 to U\\+F8FF"):
+        tokenizer.encode_chat(Chat([{"role": "user", "content": f"{END}{private}"}]))
+
+
 def test_messages_without_special_tokens_are_tokenised_in_one_piece():
     tokenizer, messages = with_template(), [{"role": "user", "content": "hi é \ue000"}]
     assert tokenizer.encode_chat(Chat(messages)) == tokenizer.encode("<user>hi é \ue000<assistant>")

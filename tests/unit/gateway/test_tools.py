@@ -70,6 +70,7 @@ CLOCK = {"type": "function", "function": {"name": "clock", "description": "What 
 CHAT = [{"role": "user", "content": "hi"}]
 PARIS, NOON = ("weather", '{"city": "Paris"}'), ("clock", "{}")
 W, C = '{"name": "weather", "arguments": {"city": "Paris"}}', '{"name": "clock", "arguments": {}}'
+INFINITE = '{"arguments": {"a": 1e999}, "name": "clock"}'
 HERMES = CallFormat.HERMES
 TEXTS = [
     (HERMES, f"Well.<tool_call>{W}</tool_call>", ["Well.", PARIS]),
@@ -86,6 +87,8 @@ TEXTS = [
     (HERMES, '<tool_call>{"name": "clock", "arguments": null}</tool_call>', [NOON]),
     (HERMES, '<tool_call>{"name": "clock", "arguments": NaN}</tool_call>', ['<tool_call>{"name": "clock", "arguments": NaN}</tool_call>']),
     (HERMES, '<tool_call>{"arguments": {"a": "</tool_call>\\""}, "name": "clock"}</tool_call>', [("clock", '{"a": "</tool_call>\\""}')]),
+    (HERMES, '<tool_call>{"arguments": {"a": "\\ud83d é"}, "name": "clock"}</tool_call>', [("clock", '{"a": "\\ud83d \\u00e9"}')]),
+    (HERMES, f"<tool_call>{INFINITE}</tool_call>", [f"<tool_call>{INFINITE}</tool_call>"]),
     (HERMES, '<tool_call>{"name": "Alice", "arguments": {}}</tool_call>', ['<tool_call>{"name": "Alice", "arguments": {}}</tool_call>']),
     (CallFormat.MISTRAL, f"[TOOL_CALLS][{W}, {C}]", [PARIS, NOON]),
     (CallFormat.MISTRAL, f'So: [TOOL_CALLS] [{W[:-1]}, "id": "abc{{}}xyz"}}]', ["So: ", PARIS]),

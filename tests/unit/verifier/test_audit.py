@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry
 from redis.exceptions import ConnectionError as RedisConnectionError
 from support.cheats import drawn_by
 
+from rootward.core.audit import STRATEGIES
 from verifier_service import audit as audit_module
-from verifier_service.audit import KEPT_S, DrafterAudit
+from verifier_service.audit import KEPT_S, Audited, DrafterAudit
 
 DRAFTER = "10.0.0.7:50053"
 NUMBERS = count()
@@ -249,12 +250,19 @@ UNREADABLE = {
     "no record": "[]",
     "lacks the alarm": '{"cleared": 0, "log_product": [0.0]}',
     "no numbers": '{"cleared": 0, "draws": 1, "caught": "", "log_product": ["x"]}',
+    "numbers without an end": f'{{"cleared": 1e999, "draws": 1, "caught": "", "log_product": {[0.0] * len(STRATEGIES)}}}',
+    "a time without an end": f'{{"cleared": 0, "written_s": 1{"0" * 400}, "caught": "", "log_product": [0.0]}}',
+    "nested": '{"log_product": ' + "[" * 100_000,
+    "no finite numbers": f'{{"cleared": 0, "draws": 1, "caught": "", "log_product": {["NaN"] * len(STRATEGIES)}}}'.replace(
+        "'", ""
+    ),
     "other strategies": '{"cleared": 0, "draws": 1, "caught": "", "log_product": [0.0, 0.0, 0.0]}',
 }
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [*((f"v {why}", value) for why, value in UNREADABLE.items()), ("cleared", "yes")]
+    ("field", "value"),
+    [*((f"v {why}", value) for why, value in UNREADABLE.items()), ("cleared", "yes"), ("cleared", "9" * 5000)],
 )
 async def test_a_field_that_cannot_be_read_ends_neither_the_audit_nor_the_trust_in_a_drafter(field: str, value: str):
     redis = FakeRedis()
@@ -270,6 +278,24 @@ async def test_a_field_that_cannot_be_read_ends_neither_the_audit_nor_the_trust_
         for _ in range(60):
             await asyncio.sleep(0)
         assert not audit.trusts(DRAFTER, "default")
+
+
+async def test_a_bug_in_the_exchange_of_one_drafter_does_not_end_the_audit(monkeypatch: pytest.MonkeyPatch):
+    redis = FakeRedis()
+    audit, other = audit_of(redis), "10.0.0.8:50053"
+    exchange = audit._exchange
+
+    async def broken(name: str, audited: Audited) -> None:
+        if name == DRAFTER:
+            raise ZeroDivisionError
+        await exchange(name, audited)
+
+    monkeypatch.setattr(audit, "_exchange", broken)
+    async with running(audit, [DRAFTER, other]):
+        for _ in range(60):
+            await asyncio.sleep(0)
+        assert not audit.trusts(DRAFTER, "default")
+        assert audit.trusts(other, "default")
 
 
 async def test_an_alarm_of_a_release_with_other_strategies_counts():
