@@ -92,10 +92,10 @@ class Cutoff:
 
 
 class Generation:
-    """Iterate `deltas` once. All times are seconds of the loop's clock.
+    """One request on this gateway. Iterate `deltas` once. All times are seconds of the loop's clock.
 
-    An entry that has tokens is resumed: they come first, and `ended` is its finish if it has one. `held`: tokens of the prompt that each
-    verifier is thought to hold.
+    An entry that has tokens is resumed: the first delta has these tokens. ended: how the request had finished, if it had. held: tokens of
+    the prompt whose KV each verifier is thought to hold, by name.
     """
 
     def __init__(
@@ -120,15 +120,15 @@ class Generation:
         self._now = asyncio.get_running_loop().time
         self._started = self._now()
         self._first_at: float | None = None
-        self._in_one_attempt = True  # so far, so that one verifier has counted all of it
-        # Of the first attempt, since more of the prompt may be cached for later ones.
+        self._in_one_attempt = True  # until now, so that the counts of one verifier cover all of it
+        # Of the first attempt: later ones may find more of the prompt cached.
         self._prefilled: Prefilled | None = None
         self._hidden: Span | None = None  # the last token, if it ends the text and is not shown
         self._num_sent = self._num_characters = 0
         self._process = ""  # of the verifier that was chosen last
         self._failed: set[str] = set()
         self._fruitless = 0  # attempts in a row without a token
-        self._full_since: float | None = None  # when, since the last token, all verifiers first were full
+        self._full_since: float | None = None  # first time since the last token at which all verifiers were full
         self._deaths = 0  # of verifiers before the first token
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
@@ -170,7 +170,7 @@ class Generation:
         yield self._last(Finish(reason))
 
     def _over(self) -> FinishReason | None:
-        """The reason of an end that no verifier reported, since it was lost after the last token. Raises Aborted."""
+        """Why the output is complete although its verifier was lost before it reported the finish; None: it is not. Raises Aborted."""
         if self._cutoff.aborted:
             raise Aborted
         if self._hidden is not None:
@@ -179,7 +179,7 @@ class Generation:
         return FinishReason.LENGTH if full else None
 
     async def _choose(self) -> Upstream:
-        # Short before the first token, since the client can still send the request to another gateway.
+        # The wait is short before the first token, when the client can still send the request to another gateway.
         wait_s = self._redispatch_wait_s if self._entry.tokens else self._redispatch_wait_s / 10
         await self._upstreams.wait_ready(min(wait_s, max(0.0, self._cutoff.deadline - self._now())))
         key = self._plan.request.session_id or self._plan.request.request_id
@@ -282,7 +282,7 @@ class Generation:
         now, arrived = self._now(), self._watched.arrived
         first_at = self._first_at or now
         hidden = self._hidden.token if self._hidden and stop_string is None else None
-        named = hidden is not None and hidden in self._plan.request.stop_token_ids
+        is_client_stop = hidden is not None and hidden in self._plan.request.stop_token_ids
         ending = Ending(
             reason,
             Usage(len(first.prompt), num_output, cached, *predicted),
@@ -293,8 +293,8 @@ class Generation:
                 decode_ms=1000 * (now - first_at),
                 total_ms=1000 * (now - arrived),
             ),
-            eos_token_id=None if named else hidden,
-            stop_token_id=hidden if named else None,
+            eos_token_id=None if is_client_stop else hidden,
+            stop_token_id=hidden if is_client_stop else None,
             stop_string=stop_string,
             warnings=self._plan.warnings,
         )

@@ -61,7 +61,7 @@ class Entry:
     tokens: list[int] = field(default_factory=list)  # committed so far
     accepted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, or none at all
-    recorded: int = 0  # of these, in the store's log
+    recorded: int = 0  # number of these tokens that are in the store's log
     fields: dict[str, str] = field(default_factory=dict)  # of the record, beside the fields that every write sets
     due: set[str] = field(default_factory=set)  # names of fields that are not yet in the store
     lost: bool = False
@@ -77,8 +77,11 @@ class Entry:
 
 
 class Ledger:
-    """Owns the entries; `run` writes them. `now` is the loop's clock in seconds. `model`: fingerprint of the served one; "" = unknown.
-    is_held: whether a process of a verifier still holds a prefix of which the hint has an age."""
+    """Owns the entries; `run` writes them.
+
+    now: the loop's clock in seconds. model: fingerprint of the served model; "" = unknown. is_held: as in `router.Prefixes`. lease_s:
+    duration of a lease. flush_s: least pause between two writes.
+    """
 
     def __init__(
         self,
@@ -161,8 +164,8 @@ class Ledger:
         """Call before a new attempt: results of the lost one have an older epoch. StaleEpoch when another gateway took over.
 
         above: an epoch that a verifier remembers of this id, and the store has forgotten; only a store that answers can say that no other
-        gateway was given it. Without the store only the holder of a valid lease may count on by itself. A request that is cancelled
-        meanwhile knows its epoch all the same, so that its end is not refused.
+        gateway was given it. Without the store only the holder of a valid lease may increment the epoch by itself. The entry of a request
+        that is cancelled meanwhile still gets the new epoch, so that the store accepts its end.
         """
         await uncancelled(self._next_epoch(entry, above))
 
@@ -204,7 +207,7 @@ class Ledger:
         self._dirty.set()
 
     def leave(self, entry: Entry | None, record: Record) -> None:
-        """A request that was taken over does not run here after all. Its state is that of the record again, which says what is paid."""
+        """A request that was taken over does not run here after all: end it with the state of its record, which says what is paid."""
         if entry is not None:
             self.end(entry, record.fields.get("state", INTERRUPTED))
 
@@ -278,14 +281,14 @@ class Ledger:
     async def held(self, request: VerifierRequest) -> dict[str, int]:
         """The number of tokens of a prompt that each verifier is thought to hold. Waits for the store for at most HINT_S."""
         keys = prefix_keys(self._model(), request)
-        found = tokens_held(self.prefixes.holders(keys), self._is_held)
-        if keys and max(found.values(), default=0) < prefix_lengths(len(request.prompt))[-1]:
+        held = tokens_held(self.prefixes.holders(keys), self._is_held)
+        if keys and max(held.values(), default=0) < prefix_lengths(len(request.prompt))[-1]:
             with suppress(StoreUnavailable):
                 async with self._answering(HINT_S):
                     shared = await self._store.hints(self._model(), keys)
                 for name, tokens in tokens_held(shared, self._is_held).items():
-                    found[name] = max(tokens, found.get(name, 0))
-        return found
+                    held[name] = max(tokens, held.get(name, 0))
+        return held
 
     # -- Writing --------------------------------------------------------------------------------------------------------
 
@@ -307,12 +310,12 @@ class Ledger:
             self._dirty.clear()
             try:
                 if self.down:
-                    await self._store.ping()  # there may be nothing to write that would show whether it is back
+                    await self._store.ping()  # there may be no write, which would show whether the store is back
                 await self._write([entry for entry in self._entries if self._is_due(entry)])
                 await self._store.put_hints(self._model(), self.prefixes.take_unpublished(), TTL_S)
             except StoreUnavailable:
                 self._mark_down()
-                self.prefixes.take_unpublished()  # they would pile up, and be told with the time at which the store is back
+                self.prefixes.take_unpublished()  # they would pile up, and later be published as if they were new
                 too_old = self._now() - KEPT_AFTER_END_S
                 self._entries = {e for e in self._entries if not e.ended or e.ended_at > too_old}
             else:
@@ -384,5 +387,5 @@ def _due(entry: Entry) -> Write:
 
 
 def _holder() -> str:
-    """One per run: a second run of the same id on this gateway is a duplicate, too."""
+    """A new name for each run of a request: a second run of the same id on this gateway is a duplicate, too."""
     return uuid.uuid4().hex

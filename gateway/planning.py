@@ -23,7 +23,7 @@ MAX_PREDICTION_CHARACTERS = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A request that can be served. `first` is the verifier request of the first attempt, its epoch still to be set."""
+    """A request that can be served. `first` is the verifier request of the first attempt; each attempt sets its epoch."""
 
     request: GenerateRequest
     first: VerifierRequest
@@ -41,7 +41,7 @@ def refusing() -> Iterator[None]:
 
 
 def check_name(field: str, value: str) -> None:
-    """InvalidRequest for an id that is no name: ids are parts of Redis keys, so they are short and printable, without blanks and braces."""
+    """InvalidRequest for an id that cannot be part of a Redis key: ids are short and printable ASCII, without blanks and braces."""
     if any(not "!" <= c <= "~" or c in "{}" for c in value):
         fix = "has characters beyond printable ASCII without blanks and braces"
         raise InvalidRequest(field, value[:MAX_ID_CHARACTERS], fix)
@@ -63,15 +63,15 @@ def _without_bad_words(request: GenerateRequest, tokenizer: Tokenizer) -> Genera
     if not request.bad_words:
         return request
     _check_at_most("bad_words", len(request.bad_words), MAX_BAD, "words")  # before any of them is tokenised
-    found = dict.fromkeys(request.sampling.bad_sequences)
+    sequences = dict.fromkeys(request.sampling.bad_sequences)
     for word in request.bad_words:
         if not 1 <= len(word.strip()) <= MAX_BAD_WORD_CHARACTERS:
             fix = f"is not 1 to {MAX_BAD_WORD_CHARACTERS} characters long, blanks aside"
             raise InvalidRequest("bad_words", word[:16], fix)
         for text in (word.lstrip(), f" {word.lstrip()}"):
-            found[tokenizer.encode(text, add_special_tokens=False)] = None
+            sequences[tokenizer.encode(text, add_special_tokens=False)] = None
     with refusing():
-        return replace(request, sampling=replace(request.sampling, bad_sequences=tuple(found)))
+        return replace(request, sampling=replace(request.sampling, bad_sequences=tuple(sequences)))
 
 
 def make_plan(
@@ -87,12 +87,13 @@ def make_plan(
         if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
             raise InvalidRequest("stop", stop[:16], f"is not 1 to {MAX_STOP_CHARACTERS} characters long")
     prompt = _truncated(request, prompt, model)
-    # Before each token of a prompt that is too long is checked.
+    # First, so that the tokens of a prompt that is too long are not checked one by one.
     most = _max_tokens(request, len(prompt), model, max_prompt=max_prompt, max_output=max_output)
     prediction = () if isinstance(request.prediction, str) else request.prediction  # see `without_texts`
     speculation = request.speculation
     warnings: tuple[str, ...] = ()
-    if request.seed is not None:  # it asks for a reproducible text: coupled drafts, unless the client names another way
+    # A seed asks for a reproducible text: coupled drafts, unless the client names a rule or a strategy.
+    if request.seed is not None:
         if not any((speculation.rule, speculation.law, speculation.strategy)):
             speculation = replace(speculation, rule=Rule.MATCH, law=DraftMode.COUPLED)
         elif speculation.rule not in (None, Rule.MATCH) and not request.sampling.greedy:
@@ -146,14 +147,14 @@ def _max_tokens(
     if max_prompt and num_prompt > max_prompt:
         raise ContextLengthExceeded(field, num_prompt, f"tokens are more than this server takes, {max_prompt}")
     left = model.max_positions - num_prompt
-    wanted = left if request.max_tokens is None else request.max_tokens
-    if wanted > left:
+    requested = left if request.max_tokens is None else request.max_tokens
+    if requested > left:
         fix = f"is more than a context of {model.max_positions} leaves after {num_prompt} prompt tokens; ask for at most {left}"
-        raise ContextLengthExceeded("max_tokens", wanted, fix)
-    if not max_output or wanted <= max_output:
-        return wanted
+        raise ContextLengthExceeded("max_tokens", requested, fix)
+    if not max_output or requested <= max_output:
+        return requested
     if request.max_tokens is not None:
-        raise ContextLengthExceeded("max_tokens", wanted, f"is more than this server gives, {max_output}")
+        raise ContextLengthExceeded("max_tokens", requested, f"is more than this server gives, {max_output}")
     return max_output
 
 

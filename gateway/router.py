@@ -38,12 +38,12 @@ from rootward.wire.clients import RemoteVerifier
 log = structlog.get_logger()
 
 KV_WORTH = 0.25  # share of a verifier's slots that a long prefix is worth
-HALF_WORTH_TOKENS = 128  # length of a prefix that is worth half of it
-RECENTLY_LOST_COST = 0.5  # of a verifier that was lost a moment ago
+HALF_WORTH_TOKENS = 128  # length of a prefix that is worth half of KV_WORTH
+RECENTLY_LOST_COST = 0.5  # added to the cost of a verifier for RECENTLY_LOST_S after a loss
 BLOCK = 32  # tokens; lengths of prefixes are multiples of it
 MAX_KNOWN = 65536  # prefixes this gateway remembers
 TTL_S = 1800.0  # of a hint that is not used
-PUBLISHED_S = 10.0  # the least time between two publications of one hint that other gateways still believe
+PUBLISHED_S = 10.0  # the least time between two publications of one hint, while other gateways still count it
 RECENTLY_LOST_S = 10.0  # time after a loss in which other verifiers are preferred
 POLL_TIMEOUT_S = 2.0
 SILENT_S = 2.5  # from the first failed poll to another one, after which a verifier that sends nothing meanwhile loses its streams
@@ -106,7 +106,7 @@ class _Hint:
 
 
 class Prefixes:
-    """Hints from the requests of this gateway. `now` is in seconds; is_held: whether a hint of an age is still believed."""
+    """Hints from the requests of this gateway. now: clock in seconds; is_held: (process, age of a hint in seconds) → whether it counts."""
 
     def __init__(self, now: Callable[[], float], is_held: IsHeld):
         self._now, self._is_held = now, is_held
@@ -114,8 +114,8 @@ class Prefixes:
         self._unpublished: dict[str, list[str]] = {}  # by process: keys that are not yet in the session store
 
     def sent(self, keys: Sequence[str], process: str) -> None:
-        """A prompt with these prefixes was sent to a verifier, which will soon hold them. A hint that is not believed as it was last
-        published is published at once, since the verifier computes what it had evicted again."""
+        """A prompt with these prefixes was sent to a verifier, which will soon hold them. A hint is published at once if the one
+        published last no longer counts: the verifier computes the evicted prefix again."""
         now = self._now()
         for key in keys:
             hints = self._known.setdefault(key, {})
@@ -139,7 +139,7 @@ class Prefixes:
         return [{process: now - hint.used_at for process, hint in self._known.get(key, {}).items()} for key in keys]
 
     def take_unpublished(self) -> dict[str, list[str]]:
-        """Keys to publish, by process; none are left afterwards."""
+        """Return the keys to publish, by process, and forget that they were due."""
         taken, self._unpublished = self._unpublished, {}
         return taken
 
@@ -165,7 +165,7 @@ class Upstream:
     num_in_flight: int = 0  # requests of this gateway, now
     streams: set[Stream] = field(default_factory=set)  # of these requests
     failing_since: float | None = None  # when, since its last answer, the first poll failed, on the loop's clock
-    lost_at: float = -math.inf  # when a stream of it last broke, on the loop's clock
+    lost_at: float = -math.inf  # when one of its streams last broke, on the loop's clock
     reported_at: float = 0.0  # when `info` came, on the loop's clock
 
     @property
@@ -174,7 +174,7 @@ class Upstream:
 
     @property
     def incarnation(self) -> int:
-        """Of its process, as it last reported; 0 = it has not answered yet."""
+        """Incarnation of its process, as last reported; 0 = it has not answered yet."""
         return self.info.incarnation if self.info else 0
 
     @property
@@ -217,11 +217,11 @@ def choose(
     """
     held = held or {}
     ready = [u for u in upstreams if u.ready]
-    wanted = [u for u in ready if u.name not in avoid]
-    best = min(wanted or ready, key=lambda u: (u.cost(held.get(u.name, 0), now), _score(key, u.name)), default=None)
+    preferred = [u for u in ready if u.name not in avoid]
+    best = min(preferred or ready, key=lambda u: (u.cost(held.get(u.name, 0), now), _score(key, u.name)), default=None)
     if best is None:
         return None
-    if not wanted:
+    if not preferred:
         return Choice(best, Outcome.FALLBACK)
     return Choice(best, Outcome.AFFINITY if held.get(best.name) else Outcome.LEAST_LOAD)
 
@@ -234,7 +234,8 @@ def _score(key: str, name: str) -> bytes:
 class Upstreams:
     """All verifiers of a model. The first one that answers determines the model; others must have the same.
 
-    Those of `sources` come and go; `dial` connects to an address. A verifier that has gone ends the requests that it runs.
+    Verifiers of `sources` come and go; `dial` connects to an address. A verifier that is not listed any more completes the requests that it
+    runs.
     """
 
     def __init__(
@@ -248,14 +249,14 @@ class Upstreams:
     ):
         self._upstreams = {name: Upstream(name, verifier) for name, verifier in verifiers.items()}
         self._sources, self._dial = sources, dial
-        self._found: Mapping[str, tuple[str, Peer]] = {}  # by address, as discovery lists them now
+        self._discovered: Mapping[str, tuple[str, Peer]] = {}  # by address, as listed now
         self._dialled: dict[str, RemoteVerifier] = {}
         self._tokenizer_hash = tokenizer_hash  # of the gateway's own tokenizer; "" = not compared
         self._poll_s = poll_s
         self._poll_now = asyncio.Event()
         self._polled = asyncio.Event()  # set, and replaced, after every answer
         self.model: ModelInfo | None = None
-        self.mismatch = ""  # why a verifier does not fit, for people
+        self.mismatch = ""  # why a verifier does not fit, for messages
 
     def __iter__(self) -> Iterator[Upstream]:
         return iter(list(self._upstreams.values()))
@@ -303,24 +304,24 @@ class Upstreams:
             for verifier in self._dialled.values():
                 await verifier.close()
 
-    def _reconcile(self, found: Mapping[str, tuple[str, Peer]]) -> None:
-        """Connect to new verifiers, and send no more requests to those that leave or have gone."""
-        self._found = found
-        for address in found.keys() - self._upstreams.keys():
+    def _reconcile(self, discovered: Mapping[str, tuple[str, Peer]]) -> None:
+        """Connect to new verifiers, and send no more requests to those that leave or are no longer listed."""
+        self._discovered = discovered
+        for address in discovered.keys() - self._upstreams.keys():
             self._dialled[address] = self._dial(address)
             self._upstreams[address] = Upstream(address, self._dialled[address])
         for address in self._dialled:
-            self._upstreams[address].listed = address in found and not found[address][1].leaving
+            self._upstreams[address].listed = address in discovered and not discovered[address][1].leaving
         self._poll_now.set()
 
     async def _drop_gone(self) -> None:
         for address in list(self._dialled):  # closing one takes time, in which another may come back
-            if address not in self._found and not self._upstreams[address].num_in_flight:
+            if address not in self._discovered and not self._upstreams[address].num_in_flight:
                 del self._upstreams[address]
                 await self._dialled.pop(address).close()
 
     async def _poll_forever(self) -> None:
-        """Poll once a second, and more often while none is ready. One that fails keeps the others waiting only the first time."""
+        """Poll once a second, and more often while none is ready. A verifier that does not answer delays the other polls only once."""
         asking: dict[Upstream, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
             while True:

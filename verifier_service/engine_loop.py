@@ -39,7 +39,10 @@ log = structlog.get_logger("verifier")
 
 
 class EngineLoop:
-    """live: sessions that run or wait, by request id. wake: set by every event that the next step may depend on. `thread`: of the model."""
+    """Runs the steps of one verifier.
+
+    live: sessions that run or wait, by request id. wake: set by every event that the next step may depend on. `thread` runs the model.
+    """
 
     def __init__(
         self,
@@ -105,7 +108,7 @@ class EngineLoop:
     # -- prepare and schedule -----------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
-        """The next step, once those sessions have been preempted that have to be."""
+        """The next step. Sessions that have to be preempted for it lose their KV slots first."""
         self.prepare()
         while True:
             now_s = time.monotonic()
@@ -190,8 +193,8 @@ class EngineLoop:
         return [session for session in self.running.values() if not session.done]
 
     def _joins(self, session: Session) -> bool:
-        """Whether its first round may share a forward with the end of its prefill: no log-probabilities of the prompt are wanted, and the
-        round need not wait for a tree."""
+        """Whether the session's first round may share a forward with the end of its prefill: no log-probabilities of the prompt are asked
+        for, and the round need not wait for a tree."""
         fits = 0 < session.prefill_left <= self.settings.max_num_batched_tokens
         return fits and session.request.prompt_logprobs is None and not session.required
 
@@ -202,7 +205,8 @@ class EngineLoop:
         assert session.kv_slot is not None
         start, end, num_top = session.fed, session.fed + size, session.request.prompt_logprobs
         num_features = 0
-        if (features := self._features_of(session)) is not None:  # of the last positions of the prompt
+        # A drafter with a head gets the features of the last positions of the prompt.
+        if (features := self._features_of(session)) is not None:
             num_features = max(0, size - max(0, session.prefill_left - features.most))
         return Chunk(
             session.kv_slot,
@@ -215,7 +219,7 @@ class EngineLoop:
         )
 
     def _features_of(self, session: Session) -> TextFeatures | None:
-        """Where fused features of the session are kept, while a drafter wants them."""
+        """The store of the session's fused features; None while no drafter needs them."""
         if self.runner.head is None or not self.pool.wants_features(session):
             session.features = None
         elif session.features is None:
@@ -224,7 +228,7 @@ class EngineLoop:
         return session.features
 
     def _launch(self, number: int, max_nodes: int) -> Round:
-        """A round as the runner gets it."""
+        """The input of the runner for the session's round, which begins to run."""
         session = self.running[number]
         assert session.kv_slot is not None
         session.on(Event.LAUNCH)
@@ -235,7 +239,7 @@ class EngineLoop:
         if fill:
             self.rounds.start_round_timer(session)
         self.rounds.on_launch(session, len(snapshot.ids) - 1 if snapshot is not None else 0)
-        verified, wanted = self.local.launch(session, snapshot), self.local.wanted(session)
+        verified, head_request = self.local.launch(session, snapshot), self.local.wanted(session)
         return Round(
             kv_slot=session.kv_slot,
             root=session.tokens[-1],
@@ -251,17 +255,18 @@ class EngineLoop:
             drafter="" if draft is None else draft.link.name,
             fill=fill,
             num_successors=self.local.num_successors(session, self.rounds.load),
-            copies=session.draft_mode is DraftMode.IID and (snapshot is not None or wanted is not None),
-            wanted=wanted,
+            copies=session.draft_mode is DraftMode.IID and (snapshot is not None or head_request is not None),
+            wanted=head_request,
             session=number,
             wants_features=self._features_of(session) is not None,
         )
 
     def _rule(self, session: Session) -> Rule:
-        """How the round that begins is verified: by match, which is lossless for any tree, while a drafter that is not trusted grows one.
+        """The rule of the round that begins: match, which is lossless for any tree, while an untrusted drafter grows the session's tree.
 
-        This includes rounds without a node of it: a drafter that knows what they would draw could keep its nodes back where that suits it.
-        If it was told the noise of bonus tokens, it could also leave where that suits it, so the session is matched to its end."""
+        This includes rounds without a node of that drafter: if it knew the token that such a round draws, it could hold its nodes back
+        for some tokens only. A drafter that was told the noise of the bonus tokens could also choose by them when to leave, so its
+        session is verified by match to the end."""
         drafts = [draft for draft in (session.draft, session.next_draft) if draft is not None]
         doubtful = [draft for draft in drafts if not self.audit.trusts(draft.link.name, draft.pool)]
         session.matched = session.matched or any(draft.shared for draft in doubtful)
@@ -272,7 +277,7 @@ class EngineLoop:
     def apply(
         self, plan: Plan, chunks: list[Chunk], rounds: list[Round], outcomes: list[Outcome], *, start_s: float
     ) -> None:
-        """A step has ended that began at start_s."""
+        """Apply the outcomes of a step that began at start_s (seconds of the monotonic clock)."""
         draft_s = self.runner.draft_s
         kind = "prefill" if plan.prefill else "verify" if plan.verify else "plain"
         self.metrics.record_step(kind, time.monotonic() - start_s, draft_s=draft_s)
@@ -284,9 +289,9 @@ class EngineLoop:
                 session.features.add(chunk.first + size - chunk.num_features, *chunk.features)
             session.feed(size, chunk.prompt_logprobs)
             self.rounds.start_round_timer(session)
-        for (number, _), done, outcome in zip(plan.launches, rounds, outcomes, strict=True):
+        for (number, _), launched, outcome in zip(plan.launches, rounds, outcomes, strict=True):
             if outcome.failure is None:
-                self._commit(self.running[number], done, outcome)
+                self._commit(self.running[number], launched, outcome)
             else:
                 log.error("round_failed", request_id=self.running[number].request.request_id, exc_info=outcome.failure)
                 self.abort(self.running[number], outcome.failure)
@@ -297,22 +302,23 @@ class EngineLoop:
             self.rounds.controller.step_time.add(rows, seconds, plain=rows == len(rounds))
         self.rounds.plan()
 
-    def _commit(self, session: Session, done: Round, outcome: Outcome) -> None:
+    def _commit(self, session: Session, launched: Round, outcome: Outcome) -> None:
+        """Commit the verdict of a round to the session, its drafter, the statistics and the client's stream."""
         if session.done:
             return  # cancelled while the step ran; nothing was emitted
         session.on(Event.COMMIT)
-        if done.drafter and outcome.draws is not None:
-            self.audit.observe(done.drafter, outcome.draws)
+        if launched.drafter and outcome.draws is not None:
+            self.audit.observe(launched.drafter, outcome.draws)
         draft_s = None if self.runner.catches_up else self.runner.draft_s
-        missed = self.rounds.ended(session, outcome, prefilled=bool(done.fill), draft_s=draft_s)
+        missed = self.rounds.ended(session, outcome, prefilled=bool(launched.fill), draft_s=draft_s)
         local = session.local
         is_local = local is not None and local.launched and outcome.num_nodes > 0
-        drafter = local.name if local is not None and is_local else done.drafter
+        drafter = local.name if local is not None and is_local else launched.drafter
         trace_round(session, outcome, missed=missed, drafter=drafter)
         self.local.learn_successors(session, outcome.successors)
         self.metrics.record_round(outcome, missed=missed, local=is_local)
         if session.features is not None and outcome.features is not None:
-            session.features.add(done.first, outcome.features)
+            session.features.add(launched.first, outcome.features)
         tree = session.seen(outcome.tree, outcome.path)
         committed = session.advance(
             outcome.tokens, outcome.num_nodes, outcome.logprobs, tree, missed=missed, drafter=drafter

@@ -29,13 +29,13 @@ from verifier_service.session import Session
 from verifier_service.settings import HEAD, VerifierSettings
 from verifier_service.speculation import RoundResult, SpeculationController, Statistics
 
-CHUNK = 256  # tokens of a text that are read before a round: a fraction of a millisecond
+CHUNK = 256  # most tokens of a text that its source reads before a round, in a fraction of a millisecond
 LOOKED_UP = "ngram+recycling"  # what a request may ask for where a head is the default
 BESIDE_HEAD = "ngram"  # looked up where a head drafts: costs nothing, and is better where a text repeats itself
-ASK_OTHER_EVERY = 16  # tokens
+ASK_OTHER_EVERY = 16  # at texts whose length is a multiple, the draft of the lowest rank is asked first
 LEARN_EVERY = 4  # steps of plain decoding for each row that is learned from, on average over all sessions
 NOT_LOOKED_UP = (Rule.BLOCK, Rule.MULTI_STEP)  # rules of chains and of copies: a tree that is looked up here is neither
-LEAST_SCORE = 0.1  # of a path: how many of the others are verified is learned
+LEAST_SCORE = 0.1  # of a drafted path; how many of the drafted nodes are verified is learned
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +65,7 @@ class LocalDraft:
 
     @property
     def successors(self) -> Recycling | None:
-        """The source of it that learns the most likely next tokens of every verified row."""
+        """The part of `source` that learns the most likely next tokens of every verified row; None: it has no such part."""
         parts = self.source.sources if isinstance(self.source, Merged) else (self.source,)
         return next((part for part in parts if isinstance(part, Recycling)), None)
 
@@ -92,12 +92,12 @@ class LocalDrafts:
         self._settings, self._shape, self._vocab_size = settings, settings.shape, vocab_size
         self._has_head = settings.grows_head
         self._recipes = _recipes(settings.local_draft)
-        self._memories = Memories()  # by salt: as with cached prefixes, who shares them
+        self._memories = Memories()  # one for each salt: texts that may share cached prefixes share a memory
         self._controller = controller
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a request may ask for."""
+        """Names of local drafts that a request may ask for."""
         return (*(["head"] if self._has_head else []), *self._recipes)
 
     def grows(self, drafter: str, rule: Rule) -> bool:
@@ -109,7 +109,7 @@ class LocalDrafts:
     def attach(self, session: Session) -> None:
         """Give a session that begins its local drafts: a head, look-up, or both, of which each round takes one.
 
-        A session that requires trees has the head alone: nothing is learned of what its drafts are worth."""
+        A session that requires trees has the head alone, because nothing is learned of the speed-up of its drafts."""
         request, wish = session.request, session.request.speculation
         if wish.mode is SpeculationMode.DISABLED:
             return
@@ -133,9 +133,9 @@ class LocalDrafts:
         """Nodes of the tree that stands in for plain decoding in the present round; planned once per round, at most `most`. load: sessions
         that share the steps.
 
-        The draft with the higher speed-up so far is asked first; of several sessions, which wait for each other's drafts in any case, the
-        one that commits more tokens; and now and then the other, so that what is known of it stays current.
-        A look-up that finds nothing leaves the round to the next one. All of it follows from the committed text and earlier rounds.
+        With one session the draft with the higher speed-up so far is asked first; with several, which wait for each other's drafts in any
+        case, the one that commits more tokens. Now and then the other is first, so that its statistics stay current. A look-up that finds
+        nothing leaves the round to the next draft. The choice depends on the committed text and earlier rounds alone.
         """
         if session.local is None:
             return 0
@@ -143,7 +143,7 @@ class LocalDrafts:
             return session.local.num_nodes
         # No drafter's tree, for reasons outside of it. Where the drafter knows the noise of bonus tokens, it stays alone.
         alone = session.draft is None or not (session.draft.has_growth or session.shared)
-        drafts = sorted(session.local_drafts, key=lambda one: -one.rank(load))
+        drafts = sorted(session.local_drafts, key=lambda draft: -draft.rank(load))
         for local in drafts if len(session.tokens) % ASK_OTHER_EVERY else reversed(drafts):
             session.local = local
             local.length, local.cap, local.tree = len(session.tokens), 0, None
@@ -159,7 +159,7 @@ class LocalDrafts:
 
     @staticmethod
     def launch(session: Session, drafted: Snapshot | None) -> Snapshot | None:
-        """The round begins: what it verifies, a drafter's nodes if there are any."""
+        """The tree that the beginning round verifies: the drafter's if it has any nodes (`drafted`), otherwise the local one."""
         local = session.local
         if local is None:
             return drafted
@@ -168,7 +168,7 @@ class LocalDrafts:
 
     @staticmethod
     def wanted(session: Session) -> Wanted | None:
-        """What a draft head is asked for in the round that begins."""
+        """The tree that the draft head grows for the beginning round; None: it grows none."""
         local = session.local
         if local is None or local.opening is None or not local.launched:
             return None
@@ -176,23 +176,24 @@ class LocalDrafts:
 
     @staticmethod
     def num_successors(session: Session, load: int) -> int:
-        """Most likely next tokens of every row that the local drafts learn from: of those that were asked for this round's tree, and now
-        and then of the row of a plain step. load: sessions that share the steps."""
+        """How many of the most likely next tokens of each row the local drafts learn: those that were asked for this round's tree, and now
+        and then in plain decoding. load: sessions that share the steps."""
         length, local = len(session.tokens), session.local
         if length % (LEARN_EVERY * load) and not (local is not None and local.launched):
             return 0
-        learns = any(one.length == length and one.successors for one in session.local_drafts)
+        learns = any(draft.length == length and draft.successors for draft in session.local_drafts)
         return WIDTH if learns else 0
 
     @staticmethod
-    def learn_successors(session: Session, found: Iterable[tuple[int, tuple[int, ...]]]) -> None:
-        """The target's most likely tokens after each verified node (Token Recycling fed with the target's own rows)."""
+    def learn_successors(session: Session, successors: Iterable[tuple[int, tuple[int, ...]]]) -> None:
+        """Learn (token of a verified node, the target's most likely tokens after it): Token Recycling fed with the target's own rows."""
         for local in session.local_drafts:
             if (table := local.successors) is not None:
-                for token, likely in found:
+                for token, likely in successors:
                     table.replace(token, likely)
 
     def _look_up(self, session: Session, source: Source, local: LocalDraft) -> Snapshot | None:
+        """A new tree of the source; None if it finds no continuation, or has not read all of the text yet."""
         tokens, limits = session.tokens, self._shape.within(session.request.speculation)
         source.extend(tokens[local.fed : local.fed + CHUNK])
         local.fed = min(len(tokens), local.fed + CHUNK)
@@ -200,14 +201,14 @@ class LocalDrafts:
             return None
         tree = LivingTree(len(tokens), 0, vocab_size=self._vocab_size, node_cap=local.cap, eos_ids=session.stop_ids)
         tree.root.token = tokens[-1]
-        found = extend_tree(tree, source, max_depth=limits.max_depth, topk=limits.topk, least_score=LEAST_SCORE)
-        return tree.snapshot(found) if found else None
+        size = extend_tree(tree, source, max_depth=limits.max_depth, topk=limits.topk, least_score=LEAST_SCORE)
+        return tree.snapshot(size) if size else None
 
 
 def learn(
     session: Session, num_nodes: int, path: tuple[int, ...], *, draft_s: float | None, load: int, speed: float
 ) -> None:
-    """A round without a drafter's nodes was committed, with so many nodes of a local tree.
+    """Learn from a committed round without a drafter's nodes, in which `num_nodes` nodes of a local tree were verified.
 
     draft_s: time of a draft head in the step, None if that is not to be learned from; load: sessions that share the step, each of which
     looks its tree up; speed: `StepTime.speed`."""
@@ -225,7 +226,7 @@ def learn(
 
 
 def _recipes(names: str) -> dict[str, Recipe]:
-    """By name: all of `ngram+recycling` together, and each alone; what a request may ask for where a head is the default."""
+    """Recipes by name: the sources of the setting together, and each alone. With a draft head those of LOOKED_UP, on request."""
     if names == "none":
         return {}
     names = LOOKED_UP if names.startswith(HEAD) else names

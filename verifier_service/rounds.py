@@ -1,6 +1,6 @@
-"""What a round is given when it begins, how long it may wait, and what is learned when it ends.
+"""The rounds of the sessions: numbers of nodes, waiting times, and the statistics of their outcomes.
 
-Decided before the tree is looked at and kept until the round is over (docs/decisions/0005).
+Numbers of nodes are decided before the tree is looked at and kept until the round is over (docs/decisions/0005).
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from verifier_service.step_time import StepTime
 
 
 class Rounds:
-    """`running`: the sessions that share steps, by number."""
+    """Plans the rounds of all sessions of a verifier. running: the sessions that share steps, by number.
+
+    load: sessions that share the rows of a step. nodes: draft nodes for which each of them has rows.
+    """
 
     def __init__(
         self,
@@ -34,13 +37,13 @@ class Rounds:
         self.settings, self.pool, self._running = settings, pool, running
         self.controller = SpeculationController(step_time or StepTime())
         self.load, self.nodes = 1, settings.num_draft_tokens
-        self._idle_s = 0.0  # the engine stood idle for so long in all, waiting for something to happen
-        self._held_until_s = math.inf  # the end of the wait for others that has begun; infinite: none has
+        self._idle_s = 0.0  # total seconds in which the engine had no step to run
+        self._held_until_s = math.inf  # end of the present wait for other sessions; infinite: there is none
 
     def count(self, max_rows: int) -> None:
         """Count the sessions that share the rows of a step: those whose round has begun or may begin. Called once a step."""
         running = [session for session in self._running.values() if not session.done]
-        self.load = max(1, sum(one.round.max_nodes is not None or not one.prefill_left for one in running))
+        self.load = max(1, sum(session.round.max_nodes is not None or not session.prefill_left for session in running))
         self.nodes = share(max_rows, self.load)
 
     def plan(self) -> None:
@@ -58,12 +61,12 @@ class Rounds:
             self.controller.plan(counts, plain=len(running) - counts.total(), most=self.possible)
 
     def statistics(self, session: Session) -> Statistics:
-        """Of sessions like this one."""
+        """Statistics of the rounds of sessions of the same kind."""
         drafts = session.uses_drafters, session.draft_mode, session.strategy, session.request.speculation.drafter
         return self.controller.of((*drafts, *session.text_kind))
 
     def drafts(self, session: Session) -> bool:
-        """Whether a tree should grow for it."""
+        """Whether a drafter should grow a tree for the session."""
         return session.required or session.statistics.uses_trees(session.number)
 
     @property
@@ -79,7 +82,7 @@ class Rounds:
         )
 
     def plan_round(self, session: Session) -> None:
-        """Fix its numbers of nodes. A session that gains nothing by trees leaves its drafter, whatever has been grown."""
+        """Fix the numbers of nodes of the session's round. A session that gains nothing by trees leaves its drafter, whatever was grown."""
         most, current = self.most(session), session.round
         current.launch_immediately = False
         if session.required and session.uses_drafters:
@@ -92,8 +95,8 @@ class Rounds:
                 self.pool.close(session, "does not pay")
 
     def patience_s(self, session: Session) -> float:
-        """How long after the last commit its round is launched, if nothing more arrives. A drafter that still reads the prompt is not
-        waited for."""
+        """Seconds after the last commit at which the session's round is launched if no more growth arrives. No round waits for a drafter
+        that still reads the prompt."""
         limit_s, draft, current = self.settings.draft_wait_s, session.draft, session.round
         if session.required:
             return limit_s
@@ -133,13 +136,13 @@ class Rounds:
         return launch_time(kept, since_s if kept else 0.0, tokens=tokens, verify_s=verify_s, **due)
 
     def start_round_timer(self, session: Session) -> None:
-        """Start the clock of its round: it has got a KV slot, or its text has grown."""
+        """Start the clock of the session's round, after it has got a KV slot or its text has grown."""
         current = session.round
         current.committed_s, current.idle_mark_s = time.monotonic(), self._idle_s
         current.had_prefill, current.tree_ready_at = False, None
 
     def begin_next(self, session: Session) -> None:
-        """Its round is committed. The next one is planned at once, so that the drafter knows how much it should grow."""
+        """Plan the next round of a session at the commit of the last one, so that the drafter knows how many nodes to grow."""
         session.round.max_nodes = None
         self.start_round_timer(session)
         if not session.done:
@@ -151,8 +154,8 @@ class Rounds:
             session.round.had_prefill = True
 
     def on_launch(self, session: Session, num_nodes: int) -> None:
-        """Its step begins, with so many nodes of its drafter. Whether its tree came too late is settled now: nodes that arrive while the
-        step runs may be kept for the next round, whose number of nodes must not follow from them."""
+        """The step of the session's round begins, with `num_nodes` nodes of its drafter. Whether the tree came too late is decided now:
+        nodes that arrive while the step runs may be kept for the next round, whose number of nodes must not depend on them."""
         draft, current = session.draft, session.round
         current.launched_s = time.monotonic()
         current.missed = draft is not None and not draft.at_rest and bool(current.max_nodes) and not num_nodes
@@ -161,15 +164,15 @@ class Rounds:
         current.observed_nodes = min(current.target_nodes, num_nodes) if partial else current.target_nodes
 
     def note_ready(self, session: Session) -> None:
-        """From the moment at which its tree has its nodes, it waits for other sessions, not for the drafter."""
+        """Note when the session's tree has all its nodes: from then on the round waits for other sessions, not for the drafter."""
         draft, current = session.draft, session.round
         ready = draft is not None and (draft.at_rest or len(draft.tree) >= current.target_nodes)
         if ready and current.tree_ready_at is None:
             current.tree_ready_at = self._idle_s
 
     def planned(self, step: Plan, now_s: float) -> None:
-        """Note the plan of the next step. Sessions that wait for others do so until a time that later plans may not postpone, and that is
-        past until they are in a step: preempting others for them is none."""
+        """Note the plan of the next step. Sessions that wait for others do so until a time that later plans may not postpone. The time
+        holds until a plan holds no session; a plan that preempts sessions for them does not change it."""
         if step.held and step.wait_s is not None:
             self._held_until_s = min(self._held_until_s, now_s + step.wait_s)
         elif not step.preempt:
@@ -180,29 +183,30 @@ class Rounds:
         return self._held_until_s - now_s
 
     def idle(self, seconds: float) -> None:
-        """The engine was idle for so long."""
+        """The engine had no step to run for these seconds."""
         self._idle_s += seconds
 
     def ended(
         self, session: Session, outcome: Outcome, *, prefilled: bool = False, draft_s: float | None = 0.0
     ) -> bool:
-        """Learn from a verdict. prefilled: its forward held the end of its own prefill, too; draft_s: time of a draft head in the
-        step; None: it took longer than usual.
+        """Learn from a verdict. prefilled: the forward of the round also held the end of the session's prefill; draft_s: seconds of the
+        draft head in the step, None if it took longer than usual.
 
-        Returns whether a tree was waited for in vain."""
+        Returns whether the round waited for a tree in vain."""
         current = session.round
         local = session.local is not None and session.local.launched
         drafted, path = (0, ()) if local else (outcome.num_nodes, outcome.path)
         self.pool.record_round(session, missed=current.missed, num_nodes=drafted, tokens=len(outcome.tokens))
         target = current.target_nodes if drafted or current.stalled else 0
         observed = current.observed_nodes if target else 0
-        # A wait whether or not it pays, or for prefill, says nothing of draft waits.
+        # A round that waits whether or not this pays, or that waited for prefill, tells nothing about waits for drafts.
         if session.required or prefilled:
             if drafted:
                 session.statistics.add(session.number, RoundResult(target, observed, path))
             return current.stalled
         speed = self.controller.step_time.speed
-        ready_at = self._idle_s if current.tree_ready_at is None else current.tree_ready_at  # then it waited for others
+        # From `tree_ready_at` on the round waited for other sessions.
+        ready_at = self._idle_s if current.tree_ready_at is None else current.tree_ready_at
         wait_s = (ready_at - current.idle_mark_s) / speed
         if not drafted:
             learn(session, outcome.num_nodes, outcome.path, draft_s=draft_s, load=self.load, speed=speed)

@@ -48,15 +48,15 @@ if TYPE_CHECKING:
     from verifier_service.head_drafts import TextFeatures
     from verifier_service.local_drafts import LocalDraft
 
-CHAIN_LENGTH, COPIES = 4, (2, 2, 2)  # of the trees for a rule that only they can be verified by
+CHAIN_LENGTH, COPIES = 4, (2, 2, 2)  # shapes of the trees for a rule that verifies only chains, or only copies
 
 
 class State(Enum):
-    """Of a session. `prefill_left` tells whether a running one reads its prompt, and `round.max_nodes` whether its round has begun."""
+    """State of a session. `prefill_left` tells whether a running one reads its prompt, `round.max_nodes` whether its round has begun."""
 
-    QUEUED = "queued"  # no KV slot: it is new, or was preempted
+    QUEUED = "queued"  # no KV slot: the session is new, or was preempted
     RUNNING = "running"
-    IN_STEP = "in step"  # its round is computed by the model
+    IN_STEP = "in step"  # the model computes its round
     FINISHED = "finished"  # nothing more is emitted; what it holds is freed between steps
 
 
@@ -127,8 +127,8 @@ class PresentRound:
     target_nodes        nodes that it waits for
     observed_nodes      nodes of which the verdict tells whether they are accepted
     launch_immediately  with the nodes that the last commit kept
-    missed              it was launched without the tree that it might have had
-    stalled             and had waited for that tree
+    missed              it was launched without a node of its drafter, though it might have had some
+    stalled             it is missed, and had waited for its drafter
     had_prefill         a prefill ran during this round
     committed_s         time of the last commit
     launched_s          time of the launch after it
@@ -179,12 +179,12 @@ class Session:
 
     # drafts
     draft: Draft | None = None
-    next_draft: Draft | None = None  # at the drafter that it moves to, until growth has arrived from there
+    next_draft: Draft | None = None  # its tree at the drafter that it moves to, until growth has arrived from there
     local_drafts: tuple[LocalDraft, ...] = ()  # by look-up or by a draft head, while no drafter grows a tree
-    local: LocalDraft | None = None  # the one of the present round
+    local: LocalDraft | None = None  # that of the present round
     features: TextFeatures | None = None  # kept while a drafter with a head may draft for it
-    unfit: set[str] = field(default_factory=set)  # drafters that can never take it
-    matched: bool = False  # to the end, because a drafter that is not trusted knows the noise of its bonus tokens
+    unfit: set[str] = field(default_factory=set)  # names of drafters that can never draft for it
+    matched: bool = False  # by match to the end, because an untrusted drafter knows the noise of its bonus tokens
     statistics: Statistics = field(default_factory=Statistics)  # of rounds of its kind
 
     round: PresentRound = field(default_factory=PresentRound)
@@ -239,9 +239,9 @@ class Session:
 
     @property
     def salt(self) -> str:
-        """Of its cached prefixes. Log-probabilities of a prompt need its forward, so such a text begins like no other."""
+        """Salt of its cached prefixes. Log-probabilities of a prompt need a forward of all of it, so such a session has its own salt."""
         own = str(self.number) if self.request.prompt_logprobs is not None else ""
-        # Always: a tenant may be called like such a text.
+        # `repr` of all three: no name of a tenant can equal the salt of such a session.
         return repr((self.request.tenant, self.request.cache_salt, own))
 
     @property
@@ -251,7 +251,7 @@ class Session:
 
     @property
     def required(self) -> bool:
-        """Waits for trees whether or not waiting pays."""
+        """It waits for trees whether or not waiting pays."""
         return self.request.speculation.mode is SpeculationMode.REQUIRED
 
     @property
@@ -261,7 +261,7 @@ class Session:
 
     @property
     def drafts(self) -> bool:
-        """Takes drafts now, with or without a drafter."""
+        """A drafter should draft for it now, whether or not it has one."""
         return self.uses_drafters and not self.done and (self.required or self.statistics.wants_trees(self.number))
 
     @property
@@ -383,8 +383,8 @@ def choose_rule(
 ) -> tuple[Rule, DraftMode, DraftStrategy]:
     """The rule, the draft mode and the draft strategy of a request.
 
-    default: what the drafters grow by. Greedy decoding always matches: every lossless rule is longest-match there. A rule that one
-    construction alone can serve asks for that one.
+    default: strategy of the drafters, for requests that name none. Greedy decoding is always verified by match, to which every lossless
+    rule reduces at temperature 0. A rule that can verify one construction alone selects that construction.
 
     InvalidRequest: the rule asked for would not be lossless on the trees asked for."""
     wish = request.speculation
@@ -396,13 +396,13 @@ def choose_rule(
             check_rule(strategy, mode, rule)
             return rule, mode, strategy
         except ValueError as error:
-            wrong = error
-    wanted = wish.rule.value if wish.rule is not None else str(wish.strategy or default)
-    raise InvalidRequest("speculation.verification", wanted, f"cannot be served: {wrong}")
+            refusal = error
+    requested = wish.rule.value if wish.rule is not None else str(wish.strategy or default)
+    raise InvalidRequest("speculation.verification", requested, f"cannot be served: {refusal}")
 
 
 def _only_for(wish: Speculation) -> DraftStrategy | None:
-    """The construction that a request means if it names none: some rules verify one kind of tree alone."""
+    """The construction of a request that names none, if its rule or draft mode allows one kind of tree alone."""
     if wish.rule is Rule.BLOCK:
         return DraftStrategy("chain", (min(wish.max_depth or CHAIN_LENGTH, MAX_BRANCHING),))
     copies = wish.rule is Rule.MULTI_STEP or wish.law is DraftMode.IID
@@ -426,15 +426,15 @@ def _rule_and_mode(
     return wish.rule or (Rule.MULTI_STEP if mode is DraftMode.IID else Rule.TRAVERSAL), mode
 
 
-def check_drafter(wanted: str, known: Sequence[str]) -> None:
+def check_drafter(requested: str, known: Sequence[str]) -> None:
     """NotFound: a request asks for a pool of drafters, or for local drafts, that this verifier does not have."""
-    if wanted and wanted not in known:
+    if requested and requested not in known:
         fix = f"use one of {', '.join(map(repr, known))}, or leave it out"
         raise NotFound(
-            f"speculation.drafter: {wanted[:64]!r} is unknown here; {fix}", metadata={"field": "speculation.drafter"}
+            f"speculation.drafter: {requested[:64]!r} is unknown here; {fix}", metadata={"field": "speculation.drafter"}
         )
 
 
 def number_of(name: str) -> int:
-    """64 bits that stand for a name."""
+    """A 64-bit hash of a name."""
     return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

@@ -28,17 +28,17 @@ LEAVE = 1.01  # and below which it ends
 PROBE_EVERY = 64  # steps between two that try another size; fewer at first
 # Sizes that are tried at first, and now and then: draft trees of other sizes have other shapes, and up to 5 nodes are mostly a chain.
 COARSE = (0, 2, 5, 7, 15, 31, 63)
-LEAST_PROBED = 0.5  # of the best goodput must be expected of a size that is tried
+LEAST_PROBED = 0.5  # share of the best goodput that must be expected of a size that is tried
 TRIAL = 4  # rounds with trees of one session, while the others decode plainly
 TRIAL_SHARE = 0.01  # of the time of plain decoding, of all sessions of a step, that trials may cost
-TRIAL_MEMORY = 16  # rounds that what is known of a node counts for at most when a trial begins
+TRIAL_MEMORY = 16  # rounds that the known acceptance of a node counts for, at most, when a trial begins
 
 MEMORY = 0.01  # weight of the newest round in the acceptance of a node
 QUICK_MEMORY = 0.1  # the same in the time that the engine waits for a draft
 FIRST_ACCEPTANCE = 0.5  # of the first node, while nothing is known
 DECAY = 0.85  # of a node's acceptance against that of the node before, while nothing is known
-PRIOR_ROUNDS = 4  # that such an expectation counts for
-MAX_KINDS = 256  # of rounds that are remembered: requests choose some of what tells them apart
+PRIOR_ROUNDS = 4  # rounds that such an expectation counts for
+MAX_KINDS = 256  # kinds of rounds that are remembered: requests choose some of the values that tell kinds apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class RoundResult:
     target_nodes    nodes that it waited for; 0: it decoded plainly
     observed_nodes  nodes of which the verdict tells whether they are accepted; a tree that was awaited in vain counts as rejected
     path            numbers of the accepted nodes, in draw order from 1
-    wait            time that the engine stood idle for it, in seconds over `StepTime.speed`; None: not known
-    found_nothing   it decoded plainly because the text looked up in has no such continuation
+    wait            seconds that the engine stood idle for it, divided by `StepTime.speed`; None: not known
+    found_nothing   it decoded plainly because a look-up found no continuation of the text
     """
 
     target_nodes: int = 0
@@ -68,18 +68,18 @@ class Statistics:
         self._accepted: defaultdict[int, Mean] = defaultdict(Mean)
         self._wait: defaultdict[int, Mean] = defaultdict(Mean)  # by target_nodes
         self.num_rounds = 0  # with trees
-        self._share_with_tree = Mean(1.0)  # share of the rounds that might have a tree which have one
+        self._share_with_tree = Mean(1.0)  # share of rounds with a tree among those that might have one
         self.target_nodes = self.max_nodes = 0  # of rounds that begin now: waited for, and verified
         self.usual_nodes = 0  # waited for by a round that is no probe
-        self.usual_tokens = 1.0  # and expected of it
+        self.usual_tokens = 1.0  # that such a round is expected to commit
         self.speedup = 1.0  # expected tokens per second with trees over plain decoding
-        self.trial_speedup = 1.0  # the same, if one session alone has trees: its step holds all others up
+        self.trial_speedup = 1.0  # the same if one session alone has trees, whose step delays all others
         self.active = False
         self.trial_session: int | None = None
         self.trial_left = 0  # rounds with trees; 0: there is no trial
         self.trial_patience = 0  # rounds until a trial whose trees do not come is over
         self.pause_left = 0  # steps until the next trial
-        self.probe_nodes = 0  # another size, for the next session that begins a round; 0: none
+        self.probe_nodes = 0  # size that the next session to begin a round tries; 0: none
         self.num_plans = 0
         self.num_probes = 0
         self.next_probe = 0  # in plans
@@ -87,29 +87,29 @@ class Statistics:
     # -- what is known ------------------------------------------------------------------------------------------------
 
     def tokens(self, most: int) -> list[float]:
-        """Expected tokens of a round by the acceptance of the nodes numbered 1, ..., most: with 0, 1, ..., most of them."""
-        found = [1.0]
+        """Expected tokens of rounds with 0, 1, ..., most nodes, the bonus token included, from the acceptance of each node."""
+        totals = [1.0]
         expected = FIRST_ACCEPTANCE
         for known in chain(self._acceptance[:most], repeat(Mean(), most - len(self._acceptance))):
             expected = (known.count * known.value + PRIOR_ROUNDS * expected) / (known.count + PRIOR_ROUNDS)
-            found.append(found[-1] + expected)
+            totals.append(totals[-1] + expected)
             expected *= DECAY
-        return found
+        return totals
 
     def expected_tokens(self, sizes: Sequence[int]) -> dict[int, float]:
         """E(n), tokens of a round that waits for n nodes, the bonus token included, for ascending sizes."""
         by_number = self.tokens(sizes[-1])
-        found = {}
+        by_size = {}
         for nodes in sizes:
             mean = self._accepted.get(nodes, Mean())
             known = mean.count * (1.0 + mean.value)
-            found[nodes] = (known + PRIOR_ROUNDS * by_number[nodes]) / (mean.count + PRIOR_ROUNDS)
-        return found
+            by_size[nodes] = (known + PRIOR_ROUNDS * by_number[nodes]) / (mean.count + PRIOR_ROUNDS)
+        return by_size
 
     def draft_wait(self, nodes: int) -> float:
         """Expected time that the engine stands idle for so many nodes, in the unit of `RoundResult`.
 
-        From the nearest size that was tried; half of its time is taken to grow with the nodes."""
+        Taken from the nearest size that was tried, on the assumption that half of its time grows with the nodes."""
         if not nodes or not self._wait:
             return 0.0
         if nodes in self._wait:
@@ -118,8 +118,8 @@ class Statistics:
         return self._wait[tried].value * (1.0 + nodes / tried) / 2
 
     def expected_trees(self, sessions: int) -> float:
-        """Expected number of trees in a step of so many sessions that has any. Its time is that of all of them, so trees of a few sessions
-        must be worth the time of the others."""
+        """Expected number of trees in a step of so many sessions, given that it has any. All sessions pay for the time of the step, so the
+        trees of a few must be worth the time of the others."""
         return max(1.0, self._share_with_tree.value * sessions)
 
     @property
@@ -129,7 +129,7 @@ class Statistics:
 
     @property
     def present_tokens(self) -> float:
-        """Tokens that it is expected to commit."""
+        """Tokens that such a round is expected to commit."""
         return self.usual_tokens if self.active else 1.0
 
     # -- learning -----------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Statistics:
                 self._end_trial()
 
     def forget_session(self, session: int) -> None:
-        """It has ended; another one goes on with its trial."""
+        """The session has ended; another session continues its trial."""
         if self.trial_session == session:
             self.trial_session = None
 
@@ -171,7 +171,7 @@ class Statistics:
         return self.active or (self.trial_left > 0 and self.trial_session == session)
 
     def wants_trees(self, session: int) -> bool:
-        """The same, or nothing is known of trees: a reason to have a drafter."""
+        """Whether the session should have a drafter: a tree should grow for it, or nothing is known of trees yet."""
         return self.uses_trees(session) or not self.num_rounds
 
     def begin_round(self, session: int, most: int) -> tuple[int, int]:
@@ -214,16 +214,16 @@ class SpeculationController:
 
     def of(self, kind: Hashable) -> Statistics:
         """Statistics of this kind of rounds; those used longest ago are forgotten when there are too many."""
-        found = self._kinds.pop(kind, None) or Statistics()
-        self._kinds[kind] = found  # the last used one is last
+        statistics = self._kinds.pop(kind, None) or Statistics()
+        self._kinds[kind] = statistics  # kinds are in the order of their last use
         if len(self._kinds) > MAX_KINDS:
             del self._kinds[next(iter(self._kinds))]
-        return found
+        return statistics
 
     @property
     def speedup(self) -> float:
         """Expected tokens per second with trees over plain decoding, mean over the kinds that have tried them."""
-        tried = [one.speedup for one in self._kinds.values() if one.num_rounds]
+        tried = [statistics.speedup for statistics in self._kinds.values() if statistics.num_rounds]
         return sum(tried) / len(tried) if tried else 1.0
 
     def plan(self, sessions: Mapping[Statistics, int], *, plain: int = 0, most: int) -> None:
@@ -234,63 +234,68 @@ class SpeculationController:
         allowed = [*(size for size in SIZES if size < most), most]
         if not self.step_time.known or len(allowed) < 2:
             return
-        for one, count in sessions.items():
-            others = [(other, num) for other, num in sessions.items() if other is not one]
-            self._plan_one(one, count, others, plain, allowed)
+        for statistics, count in sessions.items():
+            others = [(other, num) for other, num in sessions.items() if other is not statistics]
+            self._plan_kind(statistics, count, others, plain, allowed)
 
-    def _plan_one(
-        self, one: Statistics, count: int, others: Sequence[tuple[Statistics, int]], plain: int, allowed: Sequence[int]
+    def _plan_kind(
+        self,
+        statistics: Statistics,
+        count: int,
+        others: Sequence[tuple[Statistics, int]],
+        plain: int,
+        allowed: Sequence[int],
     ) -> None:
-        """The best size of one kind while the others keep theirs. others: and the number of their sessions."""
-        trees = one.expected_trees(count)
+        """Decide the size of one kind while the others keep theirs. count: its sessions in the step; others: the other kinds and theirs."""
+        trees = statistics.expected_trees(count)
         other_tokens = float(plain) + sum(
             num + other.expected_trees(num) * (other.present_tokens - 1) for other, num in others
         )
         other_rows = plain + sum(num + round(other.expected_trees(num) * other.present_nodes) for other, num in others)
         other_wait = max((other.draft_wait(other.present_nodes) for other, _ in others), default=0.0)
         others_plain = not any(other.active for other, _ in others)
-        tokens = one.expected_tokens(allowed)
+        tokens = statistics.expected_tokens(allowed)
         step_s = {
             n: self.step_time.seconds(other_rows + count + round(trees * n), plain=others_plain and not n)
             for n in allowed
         }
         committed = {n: other_tokens + count + trees * (tokens[n] - 1) for n in allowed}
-        wait_s = {n: self.step_time.speed * max(other_wait, one.draft_wait(n)) for n in allowed}
+        wait_s = {n: self.step_time.speed * max(other_wait, statistics.draft_wait(n)) for n in allowed}
         goodput = {n: committed[n] / (step_s[n] + wait_s[n]) for n in allowed}
         best = max(allowed[1:], key=goodput.__getitem__)
-        alone_s = self.step_time.seconds(other_rows + count + best) + self.step_time.speed * one.draft_wait(best)
-        one.num_plans += 1
-        one.pause_left -= 1
-        one.speedup = goodput[best] / goodput[0]
-        one.trial_speedup = (committed[0] - 1.0 + tokens[best]) / alone_s / goodput[0]
-        if one.active and one.speedup < LEAVE:
-            one.deactivate()
-        elif not one.active and one.speedup > ENTER:
-            one.active = True
-        elif not one.active and not one.trial_left and one.pause_left <= 0:
-            one.begin_trial()
-        one.usual_nodes, one.usual_tokens = best, tokens[best]
+        alone_s = self.step_time.seconds(other_rows + count + best) + self.step_time.speed * statistics.draft_wait(best)
+        statistics.num_plans += 1
+        statistics.pause_left -= 1
+        statistics.speedup = goodput[best] / goodput[0]
+        statistics.trial_speedup = (committed[0] - 1.0 + tokens[best]) / alone_s / goodput[0]
+        if statistics.active and statistics.speedup < LEAVE:
+            statistics.deactivate()
+        elif not statistics.active and statistics.speedup > ENTER:
+            statistics.active = True
+        elif not statistics.active and not statistics.trial_left and statistics.pause_left <= 0:
+            statistics.begin_trial()
+        statistics.usual_nodes, statistics.usual_tokens = best, tokens[best]
         # Nodes that have come beyond those that are waited for cost their rows only.
-        one.target_nodes = best
-        one.max_nodes = max(best, max(allowed[1:], key=lambda n: committed[n] / step_s[n]))
-        if one.active and one.num_plans >= one.next_probe:
-            probed = min(allowed[-1], self._probed(one, best, allowed[-1]))
+        statistics.target_nodes = best
+        statistics.max_nodes = max(best, max(allowed[1:], key=lambda n: committed[n] / step_s[n]))
+        if statistics.active and statistics.num_plans >= statistics.next_probe:
+            probed = min(allowed[-1], self._probed(statistics, best, allowed[-1]))
             # plain decoding is looked at in any case: it is fast where drafters take the time of the target's machine
             if not probed:
-                one.target_nodes = one.max_nodes = 0  # of all sessions: the step has to be a plain one
+                statistics.target_nodes = statistics.max_nodes = 0  # for all sessions, because a plain step has no tree
             elif goodput[probed] > LEAST_PROBED * max(goodput[0], goodput[best]):
-                one.probe_nodes = probed
+                statistics.probe_nodes = probed
 
     @staticmethod
-    def _probed(one: Statistics, best: int, most: int) -> int:
-        """The size of a round that is tried so that what is known of it stays current: COARSE ones, then neighbours, 0 and COARSE ones.
-        Those above `most` would all be `most`."""
+    def _probed(statistics: Statistics, best: int, most: int) -> int:
+        """The size that is tried next, so that its statistics stay current: first the COARSE sizes, then in turn the larger neighbour of
+        `best`, 0, the smaller neighbour and a COARSE size. COARSE sizes above `most` are left out: all would become `most`."""
         coarse = [nodes for nodes in COARSE if nodes <= most]
-        first, num = 2 * (len(coarse) - 1), one.num_probes
-        one.num_probes += 1
+        first, num = 2 * (len(coarse) - 1), statistics.num_probes
+        statistics.num_probes += 1
         if num < first:
             return coarse[1 + num // 2]
-        one.next_probe = one.num_plans + min(PROBE_EVERY, max(8, one.num_plans // 4))
+        statistics.next_probe = statistics.num_plans + min(PROBE_EVERY, max(8, statistics.num_plans // 4))
         at, turn = bisect_left(SIZES, best), (num - first) // 4
         others = SIZES[min(at + 1, len(SIZES) - 1)], 0, SIZES[at - 1], coarse[turn % len(coarse)]
         return others[num % 4]

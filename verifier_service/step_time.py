@@ -21,7 +21,7 @@ MEASURE_S = 0.5  # of measuring at start, after which no turn begins
 SIZE_MEMORY = 0.1  # weight of the newest step in the time of a size
 SPEED_MEMORY = 0.2  # the same in the speed of the machine
 SETTLED = 8  # steps after trees begin or end in which the speed changes because of that, not because of what else runs on the machine
-LARGEST_SURPRISE = 1.0  # of the logarithm of a step's seconds: one that was held up counts as e times too slow
+LARGEST_SURPRISE = 1.0  # limit of the error of log seconds: a step that was held up for long counts as e times too slow
 
 
 @dataclass(slots=True)
@@ -39,16 +39,16 @@ class Mean:
 class StepTime:
     """Seconds of an engine step by its number of rows; never falling.
 
-    log seconds = what was measured for that size + speed of the machine. What else runs on a machine changes its speed within seconds,
-    what a size costs beside another one hardly changes. So a step of the same size as the one before corrects the speed, and a step of
-    another size corrects mostly what is known of that size.
+    log seconds of a step = log seconds measured for its size + log of the speed factor. Other load on the machine changes the factor within
+    seconds, the ratio between two sizes hardly changes. So a step of the same size as the one before corrects the factor, and a step of
+    another size corrects mostly the seconds of that size.
 
-    Plain steps have a speed of their own: a drafter on the same machine takes its share of it only while trees are grown.
+    Plain steps have a factor of their own: a drafter on the same machine takes its share of it only while trees are grown.
     """
 
     def __init__(self, measured: Mapping[int, float] | None = None) -> None:
         """measured: seconds by number of rows."""
-        # Logarithms, by number of rows; what was measured counts for one step.
+        # Logarithms of seconds, by number of rows; a measurement at start counts for one step.
         self._log = {rows: Mean(math.log(max(seconds, 1e-9)), 1) for rows, seconds in sorted((measured or {}).items())}
         self._speed = {True: Mean(), False: Mean()}  # logarithms, of plain steps and of those with trees
         self._last = 0  # size of the step before
@@ -63,7 +63,7 @@ class StepTime:
 
     @property
     def speed(self) -> float:
-        """Time of a step with trees of this machine now, over that when its sizes were measured."""
+        """The factor of steps with trees: their time now divided by that measured at start; above 1 if the machine has become slower."""
         return math.exp(self._speed[False].value)
 
     def seconds(self, rows: int, *, plain: bool = False) -> float:
@@ -76,7 +76,7 @@ class StepTime:
         return (fast + (slow - fast) * (rows - low) / (high - low)) * speed
 
     def add(self, rows: int, seconds: float, *, plain: bool = False) -> None:
-        """A step of so many rows took so long. `plain`: without a draft node."""
+        """Learn the seconds of a step with these rows. plain: the step had no draft node."""
         size, value = _bucket(rows), math.log(max(seconds, 1e-9))
         speed, other_speed = self._speed[plain], self._speed[not plain]
         is_new = size not in self._log
@@ -99,7 +99,7 @@ class StepTime:
             self._fit()
 
     def _fit(self) -> None:
-        """Isotonic regression: neighbours of which the larger one seems cheaper share their mean."""
+        """Isotonic regression: neighbouring sizes of which the larger one seems faster get their common mean."""
         pools: list[tuple[float, int]] = []
         for known in self._log.values():
             pools.append((known.value, 1))
@@ -122,13 +122,13 @@ def measure(model: LanguageModel, *, clock: Callable[[], float] = time.perf_coun
     """Medians over steps of the sizes MEASURED, in turn, on a slot of the idle model: repeated until MEASURE_S has passed."""
     slot = model.open()
     most = model.info.max_positions if model.info.supports_trees else 1
-    found: dict[int, list[float]] = {rows: [] for rows in MEASURED if rows <= most}
+    timings: dict[int, list[float]] = {rows: [] for rows in MEASURED if rows <= most}
     begun_s = clock()
     try:
         for turn in range(MAX_TURNS):
             if turn >= MIN_TURNS and clock() - begun_s > MEASURE_S:
                 break
-            for rows, seconds in found.items():
+            for rows, seconds in timings.items():
                 start_s = clock()
                 logits = model.forward([Rows.chain(slot, 0, [0] * rows)])
                 float(logits.reshape(-1)[0])  # a device works on after the call returns
@@ -137,4 +137,4 @@ def measure(model: LanguageModel, *, clock: Callable[[], float] = time.perf_coun
                 model.release(slot)
     finally:
         model.close(slot)
-    return StepTime({rows: sorted(seconds)[len(seconds) // 2] for rows, seconds in found.items()})
+    return StepTime({rows: sorted(seconds)[len(seconds) // 2] for rows, seconds in timings.items()})

@@ -2,7 +2,7 @@
 `verification.law`.
 
     row(path) -> float64[V]   the processed draft law after these tokens
-    rng                       a numpy.random.Generator; what is chosen needs none
+    rng                       a numpy.random.Generator; functions that only choose children need none
     draft                     float64[N, V]: row i = law the first sampled child of i was drawn from, zero without one
 
 | function | children | verified by |
@@ -83,7 +83,7 @@ def iid(row: RowOf, branching: Sequence[int], rng: np.random.Generator) -> tuple
 
 
 def greedy(row: RowOf, branching: Sequence[int], rng: np.random.Generator) -> tuple[TokenTree, Floats]:
-    """Families of one drawn child, first, and the k−1 most likely tokens (2502.18779). draft holds q′."""
+    """Families of one drawn child, first, and the k−1 most likely tokens (2502.18779). draft holds q′, the law of the drawn child."""
     return build_tree(FixedShape(DraftMode.GREEDY, tuple(branching)), row, rng)
 
 
@@ -121,7 +121,8 @@ def build_tree(
     """(tree, draft float64[N, V]), ready for `verification.law`: a tree of at most `num_nodes` nodes, grown until it is at rest.
 
     Nodes come level by level, families in the order of their parents and in draw order; draft rows of nodes without drawn children are
-    zero, but for chosen trees, where they inform. noise: COUPLED, float64[V] of Gumbel noise after these tokens.
+    zero, except in trees that are chosen throughout, where they are for information. noise: for COUPLED, float64[V] of Gumbel noise after
+    the tokens of a path.
     """
     first = _checked_row(row, ())
     tree = LivingTree(0, 0, vocab_size=UNLIMITED, node_cap=UNLIMITED, copies=strategy.mode is DraftMode.IID)
@@ -136,8 +137,8 @@ def build_tree(
     while frontier or not growth.at_rest:
         for node in frontier:
             dense[node] = _checked_row(row, path[node]) if path[node] else first
-            found = DenseDistribution(dense[node])
-            growth.expand(node, found, None if noise is None else noise(path[node])[found.ids])
+            distribution = DenseDistribution(dense[node])
+            growth.expand(node, distribution, None if noise is None else noise(path[node])[distribution.ids])
         for child in growth.draw(new_words):
             record = tree.nodes[child]
             path[child] = (*path[record.parent], record.token)

@@ -6,7 +6,8 @@ Each node v has one uniform random number U_v ("coin"), keyed by the node, so th
     token              from the root, descend into the first child c with U_c < a(c) (`law.entry`); stop where there is none
 
 The bonus token is argmax over y of log r(y) + g(y) with Gumbel noise g: a sample of the residual distribution r of
-the stop node.
+the stop node. The engine draws it by inverse distribution function from one uniform, unless the drafter knows the
+noise (docs/decisions/0003); the law is the same.
 
 Legend: N nodes, V vocabulary.
 """

@@ -81,14 +81,14 @@ class Fit(Enum):
 
     NEWS = "news"  # it advances the text
     KNOWN = "known"  # a repetition
-    LOST = "lost"  # it does not fit: the prefix must be sent again
+    LOST = "lost"  # it follows another text: the prefix must be sent again
 
 
 class LivingTree:
     """A tree below the last committed token.
 
-    length, hash: the committed prefix. vocab_size, max_atoms, node_cap, ahead_cap: limits for frames.
-    node_cap: most nodes of the root's component; ahead_cap: of all others.
+    length, hash_: of the committed prefix, in tokens and as by `frames.prefix_hash`. vocab_size, max_atoms, node_cap, ahead_cap: limits for
+    frames. node_cap: most nodes of the root's component; ahead_cap: most nodes of all others.
     restarts: every commit starts a new tree, whatever has grown. copies: siblings may repeat a token; all are drawn (with
     replacement). chain: no node has siblings.
     """
@@ -115,7 +115,7 @@ class LivingTree:
         self.root = Node(-1, -1, False, depth=length)
         self.root_id = ROOT
         self.nodes: dict[int, Node] = {}  # live nodes by id; insertion order = draw order
-        self.num_ahead = 0  # of them guesses and below guesses
+        self.num_ahead = 0  # live guesses and their descendants
         self.next_id = 1
         self.broken = ""  # why nothing more is accepted
         self._hashes = [hash_]  # of the prefixes of length _first, _first + 1, …, length
@@ -123,7 +123,7 @@ class LivingTree:
         self._tokens: list[int] = []  # committed since the tree was opened
         self._spine: dict[int, int] = {}  # node id -> length of the prefix it ends
         self._last_base = length
-        self._ends: list[int] = []  # lengths after the rounds since the last frame's base
+        self._ends: list[int] = []  # lengths of the text after each round committed since the base of the last frame
 
     @property
     def hash(self) -> int:
@@ -228,9 +228,9 @@ class LivingTree:
     def _below_root(self, head: int) -> dict[int, Node]:
         """The live nodes below the root in its component, in draw order (parents come first)."""
         below: dict[int, Node] = {}
-        mine = set(self.root.children)
+        of_root = set(self.root.children)
         for node, record in self.nodes.items():
-            if node in mine or record.parent in below:
+            if node in of_root or record.parent in below:
                 if record.head == head:
                     below[node] = record
                 elif record.guess:
@@ -240,6 +240,7 @@ class LivingTree:
     # -- frames -------------------------------------------------------------------------------------------------------
 
     def _unusable(self, frame: Grow) -> str:
+        """The reason why a frame cannot be applied, as in `Received.reason`; "" if it can."""
         if frame.first_node > self.next_id:
             return "gap"  # distributions of later children depend on every earlier sibling
         known = self._first <= frame.base_len <= self.length and frame.base_len >= self._last_base

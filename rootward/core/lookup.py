@@ -98,7 +98,7 @@ def _child(tree: LivingTree, node: int, token: int, topk: int) -> int | None:
     return tree.draw(node, token, sampled=False)
 
 
-LEAST_PATH_SCORE = 0.3
+LEAST_PATH_SCORE = 0.3  # of a path that a client's prediction gives (`best_path`)
 
 
 def best_path(source: Source, most: int) -> list[tuple[int, float]]:
@@ -269,35 +269,35 @@ class Prediction:
 
     def _begin(self, before: Sequence[int], state: Cursor) -> Cursor:
         """The cursor at the start of the output: the beginning of the prediction, or where the end of the prefix occurs in it."""
-        found, length = state.state, state.length
+        suffix, length = state.state, state.length
         for token in before:
-            found, length = self._automaton.step(found, length, token)
-        under_way = self._places(found, 0)[:1] if length >= LEAST_MATCH else []
-        return Cursor(tuple(dict.fromkeys([*under_way, 0])), length if under_way else 0, 0, found, length)
+            suffix, length = self._automaton.step(suffix, length, token)
+        under_way = self._places(suffix, 0)[:1] if length >= LEAST_MATCH else []
+        return Cursor(tuple(dict.fromkeys([*under_way, 0])), length if under_way else 0, 0, suffix, length)
 
     def start(self) -> Cursor:
         return self._cursor
 
     def step(self, state: Cursor, token: int) -> Cursor:
-        found, length = self._automaton.step(state.state, state.length, token)
+        suffix, length = self._automaton.step(state.state, state.length, token)
         agreeing = tuple(at + 1 for at in state.at if at < len(self.text) and self.text[at] == token)
         if agreeing:
-            return Cursor(agreeing, state.agreed + 1, agreeing[0], found, length)
+            return Cursor(agreeing, state.agreed + 1, agreeing[0], suffix, length)
         if length >= LEAST_MATCH:
-            at = self._places(found, state.reached)[0]
-            return Cursor((at,), length, at, found, length)
+            at = self._places(suffix, state.reached)[0]
+            return Cursor((at,), length, at, suffix, length)
         replaced, inserted = min(state.at[0] + 1, len(self.text)), state.at[0]
-        return Cursor((replaced, inserted), 0, state.reached, found, length)
+        return Cursor((replaced, inserted), 0, state.reached, suffix, length)
 
     def candidates(self, state: Cursor) -> list[Candidate]:
         """A position is right with estimated probability (n + 1)/(n + 2) after n agreeing tokens; further positions share the rest."""
-        found: dict[int, float] = {}
+        scores: dict[int, float] = {}
         share, trust = 1.0, (state.agreed + 1) / (state.agreed + 2)
         for at in state.at:
             if at < len(self.text):
-                found.setdefault(self.text[at], share * trust)
+                scores.setdefault(self.text[at], share * trust)
                 share *= 1.0 - trust
-        return [Candidate(token, score) for token, score in found.items()]
+        return [Candidate(token, score) for token, score in scores.items()]
 
     def _places(self, state: int, here: int) -> list[int]:
         """Positions after the occurrences of a state: the nearest ahead of `here` first, then those behind."""
@@ -357,7 +357,7 @@ class Recipe:
         return built[0] if len(built) == 1 else Merged(built)
 
 
-MOST_GROUPS = 16  # that have a memory
+MOST_GROUPS = 16  # groups of texts whose memory is kept
 
 
 class Memories(OrderedDict[Hashable, Successors]):

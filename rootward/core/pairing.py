@@ -96,7 +96,7 @@ def lossless_columns(construction: str) -> frozenset[Column]:
 def check_pair(construction: str, algorithm: str, replacement: bool = False) -> None:
     """ValueError, with the reason, if the rule would change the target's distribution.
 
-    construction  a key of `TABLE`: a builder's name, a `requests.DraftMode`, or what was done to a tree
+    construction  a key of `TABLE`: a function of `drafting`, the value of a `requests.DraftMode`, or a modification of a tree
     algorithm     "match", or a name `verification.law` takes; match and block have no use for `replacement`
     """
     if reason := _reason(construction, algorithm, replacement):

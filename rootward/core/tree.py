@@ -76,7 +76,7 @@ class TokenTree:
         """int64[N]: children in draw order, each with its whole subtree, then the parent; the root is last."""
         order: list[int] = []
         stack = [0]
-        while stack:  # root first, later siblings first: the reverse of what is wanted
+        while stack:  # root first, later siblings first: the reverse of post-order
             node = stack.pop()
             order.append(node)
             stack.extend(self.children[node])
@@ -107,7 +107,7 @@ class TokenTree:
 
 @cache
 def root_only() -> TokenTree:
-    """The empty proposal: a round that decodes one token. One object, since most rounds of plain decoding ask for it several times."""
+    """The tree without draft nodes, for a round that decodes one token. Cached, since rounds of plain decoding ask for it several times."""
     return TokenTree([0], [-1], [False])
 
 
@@ -117,9 +117,9 @@ def _check(token: Ints, parent: Ints, sampled: Bools) -> None:
         raise ValueError(f"token, parent, sampled: lengths {lengths}; give one each per node")
     if len(parent) == 0 or parent[0] != -1:
         raise ValueError(f"parent: starts with {parent[:1].tolist()}; node 0 is the root and its parent is -1")
-    late = np.flatnonzero((parent[1:] < 0) | (parent[1:] >= np.arange(1, len(parent))))
-    if late.size:
-        node = int(late[0]) + 1
+    misplaced = np.flatnonzero((parent[1:] < 0) | (parent[1:] >= np.arange(1, len(parent))))
+    if misplaced.size:
+        node = int(misplaced[0]) + 1
         raise ValueError(f"parent: node {node} has parent {parent[node]}; parents come first, 0 <= parent[i] < i")
     if (token[1:] < 0).any():
         node = int(np.argmax(token[1:] < 0)) + 1

@@ -58,13 +58,13 @@ COUPLED_CANDIDATES = 1024  # tokens of a row among which the noise of the target
 BONUS_CANDIDATES = 2048  # tokens of a row among which the bonus token is predicted
 GREEDY_TEMPERATURE = 0.5  # of the draft distribution when the target decodes greedily; accepts more than 1 (measured)
 AHEAD_LEVELS = 2  # growth ahead starts when the idle time exceeds the time of this many levels
-MOST_AHEAD = 4  # trees under ratio tests that grow ahead; of more, most keep nothing, and a step waits for those
+MOST_AHEAD = 4  # trees under ratio tests that grow ahead; of more, most keep no node at a commit and delay their step
 NEWEST_WEIGHT = 0.2  # of the newest measurement in an exponentially weighted mean
 
 
 @dataclass(slots=True)
 class GrowingTree:
-    """One slot of one stream. `pending`: text that is not in the KV cache yet; its last token is the root."""
+    """The tree in one slot of one stream. `pending`: text that is not in the KV cache yet; its last token is the root."""
 
     open: Open
     tree: LivingTree
@@ -83,7 +83,7 @@ class GrowingTree:
     sampling: Sampling = field(default_factory=Sampling)  # applied to the draft logits
     likely: dict[int, Ints] = field(default_factory=dict)  # rows of `Found.likely` by node, if `shares_bonus`
     nodes: int = 0  # most nodes that the next round verifies
-    # For a draft head: what the target knows before each of the first tokens of `pending`. Those after them wait for theirs.
+    # For a draft head: features of the target before each of the first tokens of `pending`. Later tokens wait for theirs.
     features: NDArray[np.float32] | None = None
     wants_tree: bool = True  # the next round verifies a tree
 
@@ -131,7 +131,7 @@ class GrowingTree:
         return [] if record is self.tree.root else [*self.path(record.parent), record.token]
 
     def add_features(self, first: int, rows: NDArray[np.float32]) -> None:
-        """Of the tokens first, first + 1, … of the text. Tokens before them whose features have not arrived get zeros; known ones stay."""
+        """Add features of the tokens first, first + 1, … of the text. Earlier tokens whose features have not arrived get zeros."""
         if self.features is None:
             return
         known = len(self.features)
@@ -158,7 +158,7 @@ class GrowingTree:
 
 
 class IdleTime:
-    """Averages of the idle time between the end of a round's growth and the next commit, and of the time of a level."""
+    """Averages, in seconds, of the idle time between the end of a round's growth and the next commit, and of the time of a level."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -187,7 +187,8 @@ class IdleTime:
 class Grower(Generic[K]):
     """The trees of a draft model, by key (of a slot of a stream). `incarnation` makes the draws of a restarted process independent.
 
-    best_first: settings of best-first growth; group: the verifier of a key.
+    max_rows: most rows of a level. best_first: settings of best-first growth. group: the verifier that a key belongs to. ahead_budget:
+    limits of growth ahead.
     """
 
     modes = tuple(DraftMode)
@@ -285,7 +286,7 @@ class Grower(Generic[K]):
         unsent: list[Grow | NeedSync | Reject] = [self._frame(growing, 0)] if growing.unsent < tree.next_id else []
         for run in message.rounds:
             self._reroot(growing, run)
-        # What is missing of earlier tokens does not come any more.
+        # Features of earlier tokens that are missing now do not arrive any more.
         features = self._no_features if message.features is None else message.features.rows
         growing.add_features(tree.length - len(features), features)
         growing.limit(message.node_budget, ahead_share=self.ahead_share(len(self.trees), ratio=growing.ratio))
@@ -299,7 +300,7 @@ class Grower(Generic[K]):
             self.model.close(growing.kv_slot)
 
     def ahead_share(self, num_trees: int, *, ratio: bool) -> float:
-        """Of the nodes ahead that a verifier asks for, the share of one of so many trees. ratio: it is verified by ratio tests."""
+        """Share of the requested nodes ahead that one of `num_trees` trees may have. ratio: the tree is verified by ratio tests."""
         if not self.idle_time.allows_ahead or (ratio and num_trees > MOST_AHEAD):
             return 0.0
         return 1.0 / num_trees
@@ -518,7 +519,7 @@ class Grower(Generic[K]):
 class PendingRow(NamedTuple):
     """A node that is to be expanded with the draft distribution in a row of the forward.
 
-    below  a block head's: the row is that of all nodes so many levels below the node
+    below  for a block head: the row is the distribution after every node so many levels below `node`
     """
 
     row: int
@@ -527,7 +528,7 @@ class PendingRow(NamedTuple):
     below: int = 0
 
     def expand(self, row: DraftDistribution, noise: Floats | None = None) -> None:
-        """The distribution is known; of one node they come by depth."""
+        """Give the tree the distribution of the row. Those of one node come in order of depth."""
         if self.below:
             self.growing.growth.expand_below(row, noise)
         else:
@@ -549,14 +550,14 @@ def launch_forward(
 ) -> Callable[[], None]:
     """Start a forward. The returned function waits for it and expands the nodes."""
     kinds: dict[tuple[bool, int], list[PendingRow]] = {}
-    for one in pending:
-        kinds.setdefault((one.coupled, one.num_candidates), []).append(one)
+    for pending_row in pending:
+        kinds.setdefault((pending_row.coupled, pending_row.num_candidates), []).append(pending_row)
     groups = list(kinds.values())
     reductions = [_reduction_of(group, model.info.vocab_size) for group in groups]
     if (
         len(groups) == 1
         and len(pending) == sum(num_logits) * max(1, getattr(model, "num_marginals", 0))
-        and not any(_has_logit_edits(one.growing) for one in pending)
+        and not any(_has_logit_edits(pending_row.growing) for pending_row in pending)
     ):
         parts = [model.forward(batch, num_logits=num_logits, reduction=reductions[0][1])]
     else:
@@ -576,53 +577,57 @@ def launch_forward(
 
 def _reduction_of(group: Sequence[PendingRow], vocab: int) -> tuple[Atoms, Reduction]:
     """The reduction of logits to atoms for rows of one kind."""
-    num_atoms = 0 if group[0].coupled else max(one.growing.open.num_atoms for one in group)
-    return atoms_of([one.growing.sampling for one in group], vocab, num_atoms, group[0].num_candidates)
+    num_atoms = 0 if group[0].coupled else max(pending_row.growing.open.num_atoms for pending_row in group)
+    return atoms_of([pending_row.growing.sampling for pending_row in group], vocab, num_atoms, group[0].num_candidates)
 
 
 def _expand(group: Sequence[PendingRow], found: Found) -> None:
     if group[0].coupled:
         _expand_coupled(group, found)
         return
-    rows = rows_of(found.ids, found.weight, [one.growing.open.num_atoms for one in group])
-    for one, row in zip(group, rows, strict=True):
-        one.expand(row)
+    rows = rows_of(found.ids, found.weight, [pending_row.growing.open.num_atoms for pending_row in group])
+    for pending_row, row in zip(group, rows, strict=True):
+        pending_row.expand(row)
     if group[0].num_candidates:
-        for one, likely in zip(group, found.likely, strict=True):
-            if not one.below:
-                one.growing.likely[one.node] = likely.copy()  # not a view, which would hold the rows of the whole level
+        for pending_row, likely in zip(group, found.likely, strict=True):
+            if not pending_row.below:
+                # A copy: a view would hold the rows of the whole level.
+                pending_row.growing.likely[pending_row.node] = likely.copy()
 
 
 def coupled_rows(
     ids_TA: Ints, mass_TA: Floats, at: Sequence[tuple[Key, int]], num_atoms: Sequence[int]
 ) -> list[tuple[DraftDistribution, Floats]]:
-    """Of each node the K atoms that the noise at its (key, position) favours, with their noise. mass: unnormalised."""
+    """For each node the K atoms that the noise at its (key, position) favours, with their noise float64[K].
+
+    ids_TA, mass_TA: candidate tokens and their unnormalised mass; num_atoms: K of each node."""
     noise_TA = gumbel_of_tokens(Role.TARGET, [(key, 0, position) for key, position in at], ids_TA)
     with np.errstate(divide="ignore"):
         perturbed_TA = np.log(mass_TA) + noise_TA
-    found: list[tuple[DraftDistribution, Floats]] = []
+    rows: list[tuple[DraftDistribution, Floats]] = []
     for ids, mass, noise, perturbed, most in zip(ids_TA, mass_TA, noise_TA, perturbed_TA, num_atoms, strict=True):
         best = np.argpartition(-perturbed, most - 1)[:most] if most < len(ids) else np.arange(len(ids))
         best = best[mass[best] > 0.0]
         weight = integer_weights(mass[None, best])[0]
         order = np.lexsort((ids[best], -weight))
         (row,) = rows_of(ids[None, best[order]], weight[None, order], [most])
-        found.append((row, noise[best[order]]))
-    return found
+        rows.append((row, noise[best[order]]))
+    return rows
 
 
 def _expand_coupled(group: Sequence[PendingRow], found: Found) -> None:
-    at = [(one.growing.key, one.growing.tree.at(one.node).depth + one.below) for one in group]
-    rows = coupled_rows(*likely_tokens(found.likely), at, [one.growing.open.num_atoms for one in group])
-    for one, (row, noise) in zip(group, rows, strict=True):
-        one.expand(row, noise)
+    trees = [pending_row.growing for pending_row in group]
+    at = [(g.key, g.tree.at(row.node).depth + row.below) for g, row in zip(trees, group, strict=True)]
+    rows = coupled_rows(*likely_tokens(found.likely), at, [g.open.num_atoms for g in trees])
+    for pending_row, (row, noise) in zip(group, rows, strict=True):
+        pending_row.expand(row, noise)
 
 
-def draft_sampling(wanted: Sampling) -> Sampling:
-    """The processing of draft logits for a target with the sampling `wanted`."""
-    if not wanted.greedy:
-        return wanted
-    return replace(wanted, temperature=GREEDY_TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0)
+def draft_sampling(target_sampling: Sampling) -> Sampling:
+    """The sampling parameters of the draft logits for a target with these ones."""
+    if not target_sampling.greedy:
+        return target_sampling
+    return replace(target_sampling, temperature=GREEDY_TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0)
 
 
 def _has_logit_edits(growing: GrowingTree) -> bool:
@@ -632,12 +637,12 @@ def _has_logit_edits(growing: GrowingTree) -> bool:
 def _edited_logits(group: Sequence[PendingRow], logits_TV: torch.Tensor) -> torch.Tensor:
     """Logits of the group with the edits of the request (allowed tokens, bias, penalties), each row for the text of its node."""
     if len(group) < len(logits_TV):
-        logits_TV = logits_TV.index_select(0, _row_index([one.row for one in group], logits_TV))
-    logits_TV = shifted(logits_TV, [one.growing.sampling for one in group])
+        logits_TV = logits_TV.index_select(0, _row_index([pending_row.row for pending_row in group], logits_TV))
+    logits_TV = shifted(logits_TV, [pending_row.growing.sampling for pending_row in group])
     rows_of_tree: dict[int, list[int]] = {}
-    for i, one in enumerate(group):
-        if one.growing.history is not None:
-            rows_of_tree.setdefault(one.growing.kv_slot, []).append(i)
+    for i, pending_row in enumerate(group):
+        if pending_row.growing.history is not None:
+            rows_of_tree.setdefault(pending_row.growing.kv_slot, []).append(i)
     if rows_of_tree:
         logits_TV = logits_TV.clone()
     for own_rows in rows_of_tree.values():

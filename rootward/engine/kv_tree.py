@@ -28,7 +28,7 @@ class Placement:
 
     node       int64[M]    ids of the uncommitted nodes, the Q new rows last
     token      int64[M]    their tokens
-    scratch    int64[M]    their cells
+    scratch    int64[M]    their cells before a commit
     position   int64[M]    their logical positions
     ancestors  bool[M, M]  [i, j]: node j is node i or one of its ancestors
     """
@@ -197,21 +197,21 @@ class KvTree:
             fresh[n] = len(self._node) + i
         return parent_rows, np.array(old[len(self._node) :], dtype=np.int64)
 
-    def _cells_for(self, wanted: Ints, used: set[int]) -> Ints:
-        """int64[n]: each wanted cell if it is neither used nor committed, otherwise the lowest free one. `used` is updated."""
-        found: list[int | None] = []
-        for cell in wanted.tolist():
+    def _cells_for(self, preferred: Ints, used: set[int]) -> Ints:
+        """int64[n]: each preferred cell if it is neither used nor committed, otherwise the lowest free one. `used` is updated."""
+        cells: list[int | None] = []
+        for cell in preferred.tolist():
             is_free = self._length <= cell < self.num_cells and cell not in used
-            found.append(cell if is_free else None)
+            cells.append(cell if is_free else None)
             if is_free:
                 used.add(cell)
         free = (cell for cell in itertools.count(self._length) if cell not in used)
-        return np.array([next(free) if cell is None else cell for cell in found], dtype=np.int64)
+        return np.array([next(free) if cell is None else cell for cell in cells], dtype=np.int64)
 
     def _retain(self, rows: Ints, cell: Ints) -> None:
         """Keep only these uncommitted nodes, in these cells. Positions are absolute and do not change."""
-        among = self._ancestors[rows[:, None], rows]
-        self._set_nodes(self._node[rows], self._token[rows], cell, self._position[rows], among)
+        ancestors = self._ancestors[rows[:, None], rows]
+        self._set_nodes(self._node[rows], self._token[rows], cell, self._position[rows], ancestors)
         self._version += 1
 
 

@@ -36,12 +36,12 @@ class Size:
     def of(num_slots: int, max_positions: int, tree_room: int, block_size: int, kv_cache_tokens: int | None) -> Size:
         """ValueError if the longest session would not fit: preempting all others could not let it finish."""
         cells = max_positions + tree_room
-        most = -(-cells // block_size)
-        blocks = num_slots * most if kv_cache_tokens is None else kv_cache_tokens // block_size
-        if blocks < most:
+        longest = -(-cells // block_size)  # blocks of a session at its longest
+        blocks = num_slots * longest if kv_cache_tokens is None else kv_cache_tokens // block_size
+        if blocks < longest:
             raise ValueError(
                 f"kv_cache_tokens: {kv_cache_tokens} is less than one session of {cells} tokens takes (context and tree); "
-                f"give at least {most * block_size} or lower the longest context"
+                f"give at least {longest * block_size} or lower the longest context"
             )
         return Size(num_slots, cells, max_positions, blocks, block_size)
 
@@ -53,7 +53,7 @@ class Size:
 
 @dataclass(slots=True, eq=False)
 class SlotState:
-    """State of an open slot. `key`: of its last full committed block; `rest`: committed tokens after that block."""
+    """State of an open slot. `key`: prefix key of its last full committed block; `rest`: committed tokens after that block."""
 
     tree: KvTree
     table: BlockTable
@@ -105,7 +105,7 @@ def _mib(num_bytes: int) -> str:
 
 
 class Slots:
-    """Sessions by slot, which every model behind `ports.LanguageModel` has. `identity` names the weights and is part of every block key."""
+    """The open slots of a model; every `ports.LanguageModel` has such a table. identity: name of the weights, part of every block key."""
 
     def __init__(self, size: Size, vocab_size: int, identity: str):
         self.size, self.vocab_size, self.identity = size, vocab_size, identity
@@ -193,7 +193,7 @@ class Slots:
                 self._trim(session)
 
     def _next_block(self, slot: int, table: BlockTable) -> int:
-        """Preferred next block: the one after the table's last; tables start far apart."""
+        """Number of the preferred next block: that after the table's last one. The first blocks of tables are far apart."""
         return int(table.blocks[-1]) + 1 if len(table) else slot * self.size.num_blocks // self.size.num_slots
 
     def _trim(self, session: SlotState) -> None:

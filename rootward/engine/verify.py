@@ -1,7 +1,7 @@
 """Verification of a batch of rounds, for every rule and every device.
 
-What is O(vocabulary) happens where the rows are: the mass of the tokens that a ratio test looks at, and bonus tokens. What is
-O(nodes × atoms) happens on the host, after one small copy (docs/decisions/0023-verification-on-the-host.md).
+Work that is O(vocabulary) runs on the device of the rows: the mass of the tokens that a ratio test looks at, and bonus tokens. Work that is
+O(nodes × atoms) runs on the host, after one small copy (docs/decisions/0023-verification-on-the-host.md).
 
 `forest_law` is the batched form of `rootward.core.verification` for draft rows of bounded support (algorithms.md, section 7): a row is K
 atoms with integer weights; G_v = atoms of row v ∪ tokens of v's chosen children. Outside G_v no draft distribution has mass, so STEP
@@ -94,17 +94,17 @@ def decide(rounds: Sequence[Proposal], scores_TV: torch.Tensor, law: LawFunction
     """The verdict of every round, in order.
 
     scores_TV  processed logits (`processors.adjusted`), tree after tree, one row per node
-    law        replaces `forest_law`: tests show that wrong laws are detected
+    law        replaces `forest_law` in tests, which show that they detect wrong laws
     """
     ends = np.cumsum([len(r.tree) for r in rounds])
     decided: dict[int, Decision] = {}
     for method in (_match_greedy, _match_sampled, _without_tree, _ratio_test):
-        mine = [i for i, r in enumerate(rounds) if _method(r) is method]
-        if not mine:
+        indices = [i for i, r in enumerate(rounds) if _method(r) is method]
+        if not indices:
             continue
-        take = np.concatenate([np.arange(ends[i] - len(rounds[i].tree), ends[i]) for i in mine])
-        some = scores_TV if len(mine) == len(rounds) else scores_TV[take]
-        decided.update(zip(mine, method([rounds[i] for i in mine], some, law or forest_law), strict=True))
+        rows = np.concatenate([np.arange(ends[i] - len(rounds[i].tree), ends[i]) for i in indices])
+        scores = scores_TV if len(indices) == len(rounds) else scores_TV[rows]
+        decided.update(zip(indices, method([rounds[i] for i in indices], scores, law or forest_law), strict=True))
     return [decided[i] for i in range(len(rounds))]
 
 
@@ -150,15 +150,15 @@ def _ratio_test(rounds: Sequence[Proposal], scores_TV: torch.Tensor, law: LawFun
     )
     atoms, weight = declared_rows(rounds)
     ids = gather_ids(forest, atoms)
-    found = law(forest, ids, weight, *gather(probs_TV, ids))
-    stop = stop_nodes(found, coins_of_nodes([(r.key, r.epoch, r.length) for r in rounds], forest.start))
+    laws = law(forest, ids, weight, *gather(probs_TV, ids))
+    stop = stop_nodes(laws, coins_of_nodes([(r.key, r.epoch, r.length) for r in rounds], forest.start))
     at = [(r.key, r.epoch, r.length + int(d)) for r, d in zip(rounds, forest.depth[stop], strict=True)]
     bonus = np.empty(len(rounds), dtype=np.int64)
     for shared, draw in ((False, draw_bonus), (True, shared_bonus)):
-        mine = [b for b, r in enumerate(rounds) if r.shared is shared]
-        if mine:
-            bonus[mine] = draw(probs_TV, found, stop[mine], [at[b] for b in mine])
-    columns = (stop - forest.start[:-1]).tolist(), bonus.tolist(), found.block_efficiency.tolist(), found.draws()
+        indices = [b for b, r in enumerate(rounds) if r.shared is shared]
+        if indices:
+            bonus[indices] = draw(probs_TV, laws, stop[indices], [at[b] for b in indices])
+    columns = (stop - forest.start[:-1]).tolist(), bonus.tolist(), laws.block_efficiency.tolist(), laws.draws()
     return [Decision(*values) for values in zip(*columns, strict=True)]
 
 
@@ -190,7 +190,7 @@ def declared_rows(rounds: Sequence[Proposal]) -> tuple[Ints, Ints]:
 
 @torch.inference_mode()
 def gather(probs_TV: torch.Tensor, ids_TG: Ints) -> tuple[Floats, Floats]:
-    """(float64[T, G] mass at some ids of each row, 0 where the id is -1; float64[T] mass of all others), per unit of the row's mass.
+    """(float64[T, G] mass at the given ids of each row, 0 where an id is -1; float64[T] mass of all other ids), per unit of the row's mass.
 
     The tail is summed over the complement: 1 − Σ would keep only the rounding errors of a small tail. probs_TV is changed on the way and
     restored.
@@ -291,8 +291,8 @@ def inverse_rows(
     total = cumulative[:, -1:].contiguous()
     goal = torch.from_numpy(u_B).to(total)[:, None] * total
     # u · total may round up to the total: then the first token that reaches it, which has mass.
-    found = torch.minimum(torch.searchsorted(cumulative, goal, right=True), torch.searchsorted(cumulative, total))
-    token[:] = torch.where(total > 0.0, found, -1)[:, 0].cpu().numpy()
+    first = torch.minimum(torch.searchsorted(cumulative, goal, right=True), torch.searchsorted(cumulative, total))
+    token[:] = torch.where(total > 0.0, first, -1)[:, 0].cpu().numpy()
     return token
 
 
@@ -319,7 +319,7 @@ class Forest:
     depth           int64[T]           number of draft tokens on the path to each node
     start           int64[B + 1]       first node of each tree, and T
     turn            int64[T]           order in which nodes are tried: after their parents and earlier siblings
-    budgets         bool[T]            traversal and block: the tree of the node passes budgets on
+    budgets         bool[T]            the tree of the node is verified by traversal or block, whose STEPs pass a budget on
     copies          bool[T]            siblings in its tree are i.i.d. copies, each drawn from the whole row
     """
 
@@ -503,7 +503,7 @@ def forest_law(forest: Forest, ids: ArrayLike, weight: ArrayLike, target_at: Arr
 
 
 def _fault(forest: Forest, fault: int, node: int, mass: float) -> str:
-    """The message for what a kernel found wrong at a node."""
+    """The message for a fault that a kernel found at a node."""
     name, token = forest.name(node), forest.token[node]
     return {
         kernels.BAD_WEIGHT: "weight: negative, not finite, or given where ids is -1; give the weights of the atoms",

@@ -1,6 +1,6 @@
-"""Verification: (tree, target rows, draft rows) → the law of the round. Which algorithm is lossless for which tree
-construction is tabled in algorithms.md, section 4; the trees of `rootward.core.drafting` may all be verified by
-"token" and "traversal".
+"""Verification: (tree, target rows, draft rows) → the law of the round, a probability distribution over its verdicts.
+The table of algorithms.md, section 4, tells which algorithm is lossless for which tree construction; "token" and
+"traversal" may verify all trees of `rootward.core.drafting` except those of `coupled`.
 """
 
 from __future__ import annotations

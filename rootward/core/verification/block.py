@@ -2,8 +2,8 @@
 
 Source: "Block Verification Accelerates Speculative Decoding" (2403.10444). With s_i = Σ_{k≤i} log p/q the entry
 budget of position i is exp(s_i − max_{j≤i} s_j), here in its product form w_i = min(1, w_{i−1}·p/q). Given that
-everything behind it failed, i is accepted with w'_i = S/(S + (1 − w_i)), S = Σ[w_i·p − q]₊. The best any lossless
-verifier of a chain can do, and the same law as traversal on a chain.
+everything behind it failed, i is accepted with w'_i = S/(S + (1 − w_i)), S = Σ[w_i·p − q]₊. No lossless verifier
+accepts more of a chain on average; on a chain traversal has the same law.
 """
 
 from __future__ import annotations

@@ -16,11 +16,13 @@ from rootward.core.tree import TokenTree
 
 def match(tree: TokenTree, choice: ArrayLike) -> Verdict:
     """(stop, bonus). choice int[N]: the target's own token after each node. Of equal siblings the first is taken."""
-    wanted = integers("choice", choice)
-    if len(wanted) != len(tree):
-        raise ValueError(f"choice: {len(wanted)} tokens for {len(tree)} nodes; give the target's token after each node")
+    choices = integers("choice", choice)
+    if len(choices) != len(tree):
+        raise ValueError(
+            f"choice: {len(choices)} tokens for {len(tree)} nodes; give the target's token after each node"
+        )
     stop = 0
     for node in range(1, len(tree)):  # parents come first, so one pass in index order is the walk
-        if tree.parent[node] == stop and tree.token[node] == wanted[stop]:
+        if tree.parent[node] == stop and tree.token[node] == choices[stop]:
             stop = node
-    return Verdict(stop, int(wanted[stop]))
+    return Verdict(stop, int(choices[stop]))

@@ -7,7 +7,7 @@ Source: "SpecInfer" (2305.09781):
     H empty: stop at v, bonus token from P
 
 After k failures the residual is P_k, whatever the order; so a round has one law: the average over the orders, with
-one residual per node. Valid only for copies kept whose number was fixed beforehand.
+one residual per node. Valid only if repeated tokens are kept and the number of children was fixed before they were drawn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def multi_step(tree: TokenTree, target: Floats, draft: Floats, replacement: bool
     _check_families(tree, replacement)
     residual = target.copy()
     entry = np.ones(len(tree))
-    stop = np.ones(len(tree))  # probability of reaching a node, until it is its turn
+    stop = np.ones(len(tree))  # probability of reaching each node, replaced at its turn by that of stopping there
     for node, family in enumerate(tree.children):
         accept, residual[node] = after_failures(tree, target[node], draft, node, replacement)
         taken, none = one_of(accept)
@@ -39,7 +39,7 @@ def multi_step(tree: TokenTree, target: Floats, draft: Floats, replacement: bool
 
 
 def after_failures(tree: TokenTree, p: Floats, draft: Floats, node: int, replacement: bool) -> tuple[Floats, Floats]:
-    """([k, i]: acceptance of child i after k failures, the residual distribution after all of them)."""
+    """(float64[k, i]: acceptance probability of child i after k failures; float64[V]: the residual distribution after all failed)."""
     drawn = [(x, q) for _, x, q in child_laws(tree, draft, node, replacement)]
     accept = np.empty((len(drawn), len(drawn)))
     for k in range(len(drawn)):

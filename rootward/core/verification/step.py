@@ -1,4 +1,4 @@
-"""What the ratio tests have in common: the law of each child, STEP, and the checks of what enters a verification.
+"""The common parts of the ratio tests: the law of each child, the primitive STEP, and the checks of arguments.
 
 A sampled child has the draft row of its parent without the tokens of ALL earlier siblings, drawn or chosen, renormalised; with replacement
 the row unchanged. A chosen child has the law that is one-hot at its token. Siblings come in index order, which is draw order.
@@ -7,8 +7,8 @@ STEP is the one primitive of every ratio test (algorithms.md, section 2):
 
     a  = min(1, w·P(x) / Q(x))            acceptance budget of the child x
     R  = [w·P − Q]₊ ;  S = Σ R
-    w' = S / (S + (1 − w))                what is left of the budget once x and all below it have failed; 0/0 := 1
-    P' = R / S                            and its law; S = 0: keep P
+    w' = S / (S + (1 − w))                budget of the parent once x and all nodes below it have failed; 0/0 := 1
+    P' = R / S                            target law of the parent from then on; S = 0: keep P
 
 For every token y, with A = Σ_x Q(x)·a(x):  w·P(y) = Q(y)·a(y) + (1 − A)·w'·P'(y).
 With w = 1 this is the test of "Fast Inference from Transformers via Speculative Decoding" (2211.17192).
@@ -61,7 +61,7 @@ def step(w: float, p: Floats, q: Floats, x: int) -> tuple[float, float, Floats]:
 
 
 def nothing_left(w: float, accept: float) -> float:
-    """a when S = 0. With w = 1 this is P = Q, and a = 1 unless the target forbids x. Computed from P and Q it may
+    """The acceptance a when S = 0. With w = 1 this is P = Q, and a = 1 unless the target forbids x. Computed from P and Q it may
     miss 1 by a rounding; x could then be tried, fail, and still be in the residual distribution."""
     return 1.0 if w == 1.0 and accept > 0.0 else accept
 
@@ -73,7 +73,7 @@ def left(w: float, mass: float) -> float:
 
 
 def checked(tree: TokenTree, target: ArrayLike, draft: ArrayLike, replacement: bool) -> tuple[Floats, Floats]:
-    """target and draft as float64[N, V], or a ValueError: only rows that are used must be laws."""
+    """target and draft as float64[N, V]. ValueError: shapes or tokens do not fit, or a row that is used is not a law."""
     p = np.array(target, dtype=np.float64)
     q = np.array(draft, dtype=np.float64)
     for name, rows in (("target", p), ("draft", q)):
