@@ -84,6 +84,7 @@ class AnsweredMessage(Object):
     content: str | None  # null where there are only tool calls
     refusal: None
     reasoning_content: str = ""  # thoughts in tags, if the gateway separates them
+    reasoning: str = ""  # the same
     tool_calls: list[AnsweredCall] = []
 
 
@@ -108,6 +109,7 @@ class Delta(Object):
     role: Literal["assistant"] = "assistant"
     content: str = ""
     reasoning_content: str = ""
+    reasoning: str = ""
     tool_calls: list[CallDelta] = []
 
 

@@ -57,6 +57,7 @@ class Answer:
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
+    prompt_in_choices: ClassVar[bool] = True  # vLLM's place of what is told of the prompt; else beside the choices
     typed_events: ClassVar[bool] = False  # events of the stream are named by their types, and no [DONE] ends them
 
     service: GatewayService
@@ -106,9 +107,12 @@ class Answer:
         choices = []
         for index, ending in sorted(self.tally.endings.items()):
             shown = (*self._echo(index), *(() if self.body.only_echoes else spans[index]))
-            choice = self._whole_choice(index, shown, ending) | self._prompt_logprobs(index)
+            choice = self._whole_choice(index, shown, ending) | (
+                self._of_prompt(index) if self.prompt_in_choices else {}
+            )
             choices.append(self._numbered(index, shown, choice))
-        return self._object(choices, self.whole_object) | {"usage": self._usage()} | self._metrics()
+        beside = {} if self.prompt_in_choices else self._of_prompt(0)
+        return self._object(choices, self.whole_object) | {"usage": self._usage()} | beside | self._metrics()
 
     def chunks(self, delta: Delta) -> list[Json]:
         """The next chunks of the stream; `usage` is null in them if a chunk of its own will have it."""
@@ -120,8 +124,9 @@ class Answer:
             spans = (*echo, *spans) if first else spans
         at = 0 if first else self._num_echoed[index] + delta.text_offset
         choices = self._chunk_choices(index, spans, delta.ending, text_at=at, first=first)
+        beside: list[Json] = [{} for _ in choices]  # the choice, in a chunk
         if first and choices:
-            choices[0] |= self._prompt_logprobs(index)
+            (choices if self.prompt_in_choices else beside)[0] |= self._of_prompt(index)
         tokens = [spans, *[()] * len(choices)]
         choices = [self._numbered(index, own, choice) for own, choice in zip(tokens, choices, strict=False)]
         if self.body.return_trees and choices:
@@ -129,7 +134,8 @@ class Answer:
         usage: Json = {}
         if (options := self.body.stream_options) and (options.include_usage or options.continuous_usage_stats):
             usage = {"usage": self._usage() if options.continuous_usage_stats else None}
-        return [self._object([choice], self.chunk_object) | usage for choice in choices]
+        chunks = zip(choices, beside, strict=True)
+        return [self._object([choice], self.chunk_object) | usage | more for choice, more in chunks]
 
     def last(self) -> Json | None:
         """The chunk with the usage, if `stream_options.include_usage` asks for it."""
@@ -175,12 +181,15 @@ class Answer:
         ids = {"token_ids": [s.token for s in spans], "accepted": [s.accepted for s in spans]}
         return {"index": index, **choice, **(ids if self.body.return_token_ids else {})}
 
-    def _prompt_logprobs(self, index: int) -> Json:
-        """vLLM's `prompt_logprobs`."""
-        if self.body.prompt_logprobs is None:
-            return {}
-        logprobs, prompt = self.tally.prompt_logprobs[index], self.tally.prompts[index]
-        return {"prompt_logprobs": prompt_logprobs(logprobs, prompt, self.names)}
+    def _of_prompt(self, index: int) -> Json:
+        """vLLM's `prompt_token_ids` and `prompt_logprobs`."""
+        prompt = self.tally.prompts[index]
+        told: Json = {}
+        if self.body.return_token_ids:
+            told["prompt_token_ids"] = list(prompt)
+        if self.body.prompt_logprobs is not None:
+            told["prompt_logprobs"] = prompt_logprobs(self.tally.prompt_logprobs[index], prompt, self.names)
+        return told
 
     def _usage(self) -> Json:
         counts = self.tally.usage
@@ -224,6 +233,7 @@ class ChatAnswer(Answer):
     id and name, then chunks with pieces of its arguments."""
 
     id_prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    prompt_in_choices = False
 
     body: ChatRequest
     call_format: CallFormat | None  # None: there are no calls
@@ -258,8 +268,7 @@ class ChatAnswer(Answer):
         calls = [{"id": call_id(), "type": "function", "function": function} for function in functions]
         content = None if calls and not text else text
         message: Json = {"role": "assistant", "content": content, "refusal": None}
-        if reasoning:
-            message["reasoning_content"] = reasoning
+        message |= thoughts_of(reasoning)
         if calls:
             message["tool_calls"] = calls
         return {"message": message, "logprobs": self._logprobs(spans), **self._finish(index, ending)}
@@ -268,7 +277,7 @@ class ChatAnswer(Answer):
         self, index: int, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool
     ) -> list[Json]:
         reasoning, parts = self._parts(index, spans, ended=ending is not None)
-        deltas: list[Json] = [{"reasoning_content": reasoning}] if reasoning else []
+        deltas: list[Json] = [thoughts_of(reasoning)] if reasoning else []
         deltas += [{"content": part} if isinstance(part, str) else {"tool_calls": [call_delta(part)]} for part in parts]
         details = self.logprobs or self.body.return_token_ids or self.body.return_trees
         unparsed = self.call_format is None and not self.reasoning
@@ -320,6 +329,11 @@ class ChatAnswer(Answer):
 
     def _logprobs(self, spans: Sequence[Span]) -> Json | None:
         return {"content": token_logprobs(spans, self.names), "refusal": None} if self.logprobs else None
+
+
+def thoughts_of(reasoning: str) -> Json:
+    """The fields of thoughts: DeepSeek's, SGLang's and llama.cpp's name, and vLLM's and OpenRouter's."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
 
 
 def call_id() -> str:

@@ -34,6 +34,7 @@ from gateway.tools import MARKS, CallFormat, Tools, call_format_of
 from rootward.errors import InvalidRequest, ServiceError, UnsupportedParameter
 
 PAGE = Path(__file__).parent / "page"
+GET_OR_HEAD = ["GET", "HEAD"]  # of what monitors look at
 PAGE_HEADERS = {  # no sources but this server, no inline scripts
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -162,12 +163,12 @@ def build_app(
         )
         return json_response({"prompt": text})
 
-    @app.get("/health/live", include_in_schema=False)
+    @app.api_route("/health/live", methods=GET_OR_HEAD, include_in_schema=False)
     async def live() -> Response:
         return json_response({"status": "live"})
 
-    @app.get("/health", include_in_schema=False)
-    @app.get("/health/ready", include_in_schema=False)
+    @app.api_route("/health", methods=GET_OR_HEAD, include_in_schema=False)
+    @app.api_route("/health/ready", methods=GET_OR_HEAD, include_in_schema=False)
     async def ready() -> Response:
         """503 when no verifier is ready or the gateway is draining. A missing drafter does not count."""
         status = (200, "ready") if models.ready else (503, "not ready")
@@ -199,7 +200,7 @@ def build_app(
     async def metrics() -> Response:
         return Response(generate_latest(models.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=GET_OR_HEAD, include_in_schema=False)
     async def page() -> Response:
         """Type a prompt, watch the trees: static files that ask the API for everything else."""
         return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)

@@ -197,8 +197,8 @@ def _path(error: Mapping[str, Any]) -> str:
         del at[-2:]
     last = at.pop() if at and error["type"] == "extra_forbidden" else None  # a name of the client's
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in at if not _is_member(part))
-    path = _INDICES.sub("", path)
-    return (path if last is None else f"{path}.{str(last)[:32]}").lstrip(".") or "body"
+    path = _INDICES.sub("", path) if last is None else f"{path}.{str(last)[:32]}"
+    return path.lstrip(".") or "body"
 
 
 def _is_member(part: str | int) -> bool:

@@ -21,7 +21,7 @@ MAX_CONTAINERS = 1 << 14  # arrays and objects of a body: a message takes about 
 MAX_MEMBERS = 1 << 15  # of all objects of a body
 # Bytes of the longest body for each value that it may have: 262 144 token ids with the default limit, 45 ms of the event loop.
 BYTES_A_VALUE = 8
-LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})  # an address, unlike a name, leads nowhere else
 
 
 def for_web_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

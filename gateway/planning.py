@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from gateway.requests import Chat, GenerateRequest, of_tenant
 from gateway.tokenizer import Tokenizer
-from rootward.core.requests import MAX_BAD, DraftMode, Rule, Stopping, VerifierRequest, check_ids
+from rootward.core.requests import MAX_BAD, DraftMode, Rule, Speculation, Stopping, VerifierRequest, check_ids
 from rootward.errors import ContextLengthExceeded, InvalidRequest
 from rootward.ports import ModelInfo
 from rootward.wire import channel
@@ -96,7 +96,7 @@ def make_plan(
     if request.seed is not None:
         if not any((speculation.rule, speculation.law, speculation.strategy)):
             speculation = replace(speculation, rule=Rule.MATCH, law=DraftMode.COUPLED)
-        elif speculation.rule not in (None, Rule.MATCH) and not request.sampling.greedy:
+        elif not (request.sampling.greedy or _matches(speculation)):
             warnings = ("seed_not_reproducible",)
     with refusing():
         check_ids("resume_tokens", request.resume.tokens if request.resume else (), model.vocab_size)
@@ -149,7 +149,7 @@ def _max_tokens(
     left = model.max_positions - num_prompt
     requested = left if request.max_tokens is None else request.max_tokens
     if requested > left:
-        fix = f"is more than a context of {model.max_positions} leaves after {num_prompt} prompt tokens; ask for at most {left}"
+        fix = f"is more than {num_prompt} prompt tokens leave; {_context(model)}, ask for at most {left}"
         raise ContextLengthExceeded("max_tokens", requested, fix)
     if not max_output or requested <= max_output:
         return requested
@@ -171,8 +171,22 @@ def _check_answer(first: VerifierRequest) -> None:
 
 def check_length(field: str, num_prompt: int, model: ModelInfo) -> None:
     if num_prompt >= model.max_positions:
-        fix = f"tokens leave no room in a context of {model.max_positions}; send at most {model.max_positions - 1}"
+        fix = f"tokens leave no room; {_context(model)}, send at most {model.max_positions - 1}"
         raise ContextLengthExceeded(field, num_prompt, fix)
+
+
+def _matches(speculation: Speculation) -> bool:
+    """Whether its rounds are verified by match, whose tokens follow the seed alone. Without a rule the drafts decide; where the verifier's
+    setting may decide what they are, the answer is no."""
+    if speculation.rule is not None:
+        return speculation.rule is Rule.MATCH
+    mode = speculation.law or (speculation.strategy.mode if speculation.strategy is not None else None)
+    return mode is not None and not mode.ratio
+
+
+def _context(model: ModelInfo) -> str:
+    """OpenAI's and vLLM's words, by which LiteLLM and others know this error."""
+    return f"this model's maximum context length is {model.max_positions} tokens"
 
 
 def check_resume(request: GenerateRequest) -> None:

@@ -6,7 +6,6 @@ assistant message before it, reasoning to the one after it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
@@ -45,6 +44,7 @@ from gateway.schemas import (
     at_most,
     check_belongs,
     choice_of,
+    not_nested_too_deeply,
     only,
     refused,
     text_of,
@@ -90,15 +90,7 @@ class CallItem(Item):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
-
-    @model_validator(mode="after")
-    def _arguments_are_json(self) -> CallItem:
-        try:
-            json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
-            raise refused("has arguments that are no JSON") from None
-        return self
+    arguments: Annotated[str, AfterValidator(not_nested_too_deeply)]
 
 
 class CallOutputItem(Item):
@@ -143,7 +135,9 @@ def messages_of(items: Iterable[InputItem]) -> list[Message]:
             thoughts += text_of(item.content or item.summary)
             open_answer = False
         elif isinstance(item, CallOutputItem):
-            messages.append({"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id})
+            messages.append(
+                {"role": "tool", "content": text_of(item.output, between="\n"), "tool_call_id": item.call_id}
+            )
             open_answer = False
         elif isinstance(item, CallItem):
             if not open_answer:
@@ -152,11 +146,12 @@ def messages_of(items: Iterable[InputItem]) -> list[Message]:
             function = CalledFunction.model_construct(name=item.name, arguments=item.arguments)  # checked by `CallItem`
             messages[-1].setdefault("tool_calls", []).append(CallInMessage(id=item.call_id, function=function))
         elif open_answer and item.role == "assistant" and "tool_calls" in messages[-1]:  # text after calls
-            messages[-1]["content"] = messages[-1].get("content", "") + text_of(item.content)
+            messages[-1]["content"] = messages[-1].get("content", "") + text_of(item.content, between="\n")
         else:
             open_answer = item.role == "assistant"
             reasoning = thoughts if open_answer else ""
-            messages.append({"role": item.role, "content": text_of(item.content), "reasoning_content": reasoning})
+            text = text_of(item.content, between="\n")
+            messages.append({"role": item.role, "content": text, "reasoning_content": reasoning})
             thoughts = ""
     return [Message(**message) for message in messages]
 
@@ -165,7 +160,7 @@ _ITEM: TypeAdapter[InputItem] = TypeAdapter(InputItem)
 
 
 def items_of(output: Iterable[Mapping[str, object]]) -> list[InputItem]:
-    """The output of an answer as items of a conversation. Calls that have no JSON are left out: no template could show them."""
+    """The output of an answer as items of a conversation. Calls that are nested too deeply are left out: no template could show them."""
     items = []
     for item in output:
         with suppress(ValidationError):
@@ -228,7 +223,7 @@ class TextFormat(Body):
     @property
     def response_format(self) -> ResponseFormat:
         schema = None if self.schema_ is None else JsonSchema(name=self.name, schema=self.schema_)
-        return ResponseFormat(type=self.type, json_schema=schema)
+        return ResponseFormat(type=self.type, json_schema=schema, schema=None)
 
 
 class TextOptions(Body):
@@ -244,7 +239,7 @@ class ReasoningOptions(Body):
 
 
 class ResponseStreamOptions(Body):
-    harmless: ClassVar = {"include_obfuscation": (False, True)}
+    harmless: ClassVar = {"include_obfuscation": (False, True), "include_usage": (True,)}  # the usage is always there
 
 
 class ResponseRequest(CommonFields):
@@ -252,6 +247,7 @@ class ResponseRequest(CommonFields):
 
     harmless: ClassVar = {
         "background": (False,),
+        "prompt_cache_retention": ("in_memory", "24h"),
         "truncation": ("disabled",),
         "service_tier": ("auto", "default"),
     }
@@ -275,6 +271,7 @@ class ResponseRequest(CommonFields):
     metadata: Annotated[
         dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], at_most(16, "entries")
     ] = Field(default={})
+    client_metadata: dict[str, Any] = Field(default={})  # a label of Codex
     chat_template_kwargs: dict[str, Any] = Field(default={})
 
     @property

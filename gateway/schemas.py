@@ -46,6 +46,7 @@ MAX_MESSAGES = 4096  # of a conversation
 MAX_TOOLS = 128
 MAX_STREAM_INTERVAL = 1024  # tokens
 MAX_TOP_LOGPROBS = 20
+TEXT_PARTS = ("text", "input_text", "output_text")  # Cursor sends parts of the Responses API to chats
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -146,17 +147,22 @@ class Part(Body):
 
     type: str
     text: str
+    cache_control: dict[str, Any] = {}  # Anthropic's hint to a prefix cache, which other servers' clients keep
 
 
 class TextPart(Part):
-    type: Annotated[str, only("text", fix="this model reads text alone"), WithJsonSchema({"const": "text"})]
+    type: Annotated[
+        str,
+        only(*TEXT_PARTS, fix="this model reads text alone"),
+        WithJsonSchema({"enum": list(TEXT_PARTS)}),
+    ]
 
 
 Content = str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
 
 
-def text_of(content: str | Sequence[Part]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def text_of(content: str | Sequence[Part], *, between: str = "") -> str:
+    return content if isinstance(content, str) else between.join(part.text for part in content)
 
 
 def _role(value: str) -> str:
@@ -167,17 +173,19 @@ def _role(value: str) -> str:
     return value
 
 
-def _json_text(value: str) -> str:
+def not_nested_too_deeply(value: str) -> str:
     try:
         json.loads(value or "{}")
-    except (ValueError, RecursionError):
-        raise refused("is no JSON") from None
+    except RecursionError:
+        raise refused("is nested too deeply; make it flatter") from None
+    except ValueError:
+        pass  # a model may have written it: see `CallInMessage.for_template`
     return value
 
 
 class CalledFunction(Body):
     name: str
-    arguments: Annotated[str, AfterValidator(_json_text)]
+    arguments: Annotated[str, AfterValidator(not_nested_too_deeply)]
 
 
 class CallInMessage(Body):
@@ -189,9 +197,11 @@ class CallInMessage(Body):
     index: Count = 0  # of a stream's chunks, which clients put together
 
     def for_template(self) -> Mapping[str, object]:
-        """The call with its arguments as an object."""
+        """The call with its arguments as an object; as the text that the model wrote if they are no JSON."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
+        except ValueError:
+            arguments = self.function.arguments
         except (
             RecursionError
         ):  # the check of the field may have passed: the limit depends on the depth of the call stack
@@ -208,6 +218,7 @@ class Message(Body):
     tool_calls: Annotated[list[CallInMessage], Field(fail_fast=True)] = []
     tool_call_id: str = ""
     reasoning_content: str = ""  # of an earlier answer
+    reasoning: str = ""  # the same under vLLM's and OpenRouter's name
     refusal: str = ""  # of an earlier answer of another server: its text, where there is no other
     content: Annotated[Content | None, Field(validate_default=True)] = None  # last, since its check looks at the others
 
@@ -221,10 +232,12 @@ class Message(Body):
     def for_template(self) -> Mapping[str, object]:
         """The message for chat templates, which know the role "system" only, and arguments as objects."""
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, object] = {"role": role, "content": text_of(self.content or self.refusal)}
-        for name in ("name", "tool_call_id", "reasoning_content"):
+        message: dict[str, object] = {"role": role, "content": text_of(self.content or self.refusal, between="\n")}
+        for name in ("name", "tool_call_id"):
             if value := getattr(self, name):
                 message[name] = value
+        if thoughts := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = thoughts
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
@@ -291,20 +304,25 @@ def structure_of(field: str, form: Form, text: str) -> Structure:
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # llama.cpp's place of it, beside either type
 
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
-        if self.type == "json_schema" and self.json_schema is None:
+        if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
             raise refused("has no json_schema.schema; send a schema object")
         check_belongs("json_schema", self.json_schema, to="json_schema", kind=self.type)
+        if self.schema_ is not None and (self.type == "text" or self.json_schema is not None):
+            raise refused("has a schema beside json_schema or the type 'text'; send one of them")
         return self
 
     @property
     def structure(self) -> Structure | None:
+        schema, field = self.schema_, "response_format.schema"
         if self.json_schema is not None:
-            field = "response_format.json_schema.schema"
+            schema, field = self.json_schema.schema_, "response_format.json_schema.schema"
+        if schema is not None:
             with bounded_depth(field):
-                return structure_of(field, Form.JSON_SCHEMA, json.dumps(self.json_schema.schema_, ensure_ascii=False))
+                return structure_of(field, Form.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
         return Structure(Form.JSON_OBJECT) if self.type == "json_object" else None
 
 
@@ -359,6 +377,7 @@ class FunctionTool(Body):
 class Tool(Body):
     type: Literal["function"]
     function: FunctionTool
+    cache_control: Annotated[dict[str, Any], Field(exclude=True)] = {}  # as that of a part; no template sees it
 
 
 class NamedFunction(Body):
@@ -446,6 +465,10 @@ class GenerationBody(CommonFields):
         "use_beam_search": (False,),
         "spaces_between_special_tokens": (True,),
         "service_tier": ("auto", "default"),
+        "prompt_cache_retention": ("in_memory", "24h"),
+        "include_reasoning": (True,),
+        "return_tokens_as_token_ids": (False,),
+        "cache_prompt": (True,),  # of llama.cpp
     }
 
     stream_options: StreamOptions | None = None

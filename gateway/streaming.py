@@ -38,6 +38,7 @@ class GenerationResponse(Response):
     async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the headers of a stream with the first delta, so that a refusal has its own status."""
         answer, service, body = self._answer, self._answer.service, self._answer.body
+        with_ids = answer.resumable and _reads_ids(Headers(scope=scope))
         headers = {"x-request-id": answer.request.request_id}
         streaming = False  # the headers of a stream are sent
         try:
@@ -52,7 +53,7 @@ class GenerationResponse(Response):
                 start = Headers({**SSE_HEADERS, **headers}).raw
                 await send({"type": "http.response.start", "status": 200, "headers": start})
                 streaming = True
-                async with aclosing(_events(answer, first, deltas)) as events:
+                async with aclosing(_events(answer, first, deltas, with_ids=with_ids)) as events:
                     async for event in events:
                         await send({"type": "http.response.body", "body": event, "more_body": True})
         except Exception as raised:
@@ -76,7 +77,15 @@ async def _collected(answer: Answer, deltas: AsyncIterator[Delta]) -> dict[str, 
     return await answer.service.tokenizer_pool.run(size, answer.whole, spans)
 
 
-async def _events(answer: Answer, first: Delta, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
+def _reads_ids(headers: Headers) -> bool:
+    """Whether the client reads whole server-sent events. Many take each event for one line with data (vllm bench, sglang.bench_serving,
+    llmperf), so ids are sent to those alone that say so, or that resume."""
+    return "text/event-stream" in headers.get("accept", "") or "last-event-id" in headers
+
+
+async def _events(
+    answer: Answer, first: Delta, deltas: AsyncGenerator[Delta, None], *, with_ids: bool
+) -> AsyncGenerator[bytes, None]:
     """The events of a stream, with a comment after SILENCE_S without one. The id of an event is the output position after it."""
     now = asyncio.get_running_loop().time
     delta: Delta | None = first
@@ -86,7 +95,7 @@ async def _events(answer: Answer, first: Delta, deltas: AsyncGenerator[Delta, No
         while delta is not None:
             size = 0 if delta.offset and delta is not first else answer.prompt_characters([delta.prompt])
             for chunk in await answer.service.tokenizer_pool.run(size, answer.chunks, delta):
-                event_id = delta.offset + len(delta.spans) if answer.resumable else None
+                event_id = delta.offset + len(delta.spans) if with_ids else None
                 yield _event(chunk, event_id, typed=answer.typed_events)
                 last_sent = now()
             pending = asyncio.ensure_future(anext(deltas, None))

@@ -203,7 +203,7 @@ def _chat_to_pb(messages: Messages) -> generate_pb2.ChatPrompt:
 
 
 def _text_of(content: object, at: str) -> object:
-    """The text of a message: itself, or its parts joined."""
+    """The text of a message: itself, or its parts, a line each."""
     if content is None:
         raise ValueError(f"{at}: is missing; send a text or a list of text parts")
     if isinstance(content, str) or not isinstance(content, Sequence):
@@ -211,7 +211,7 @@ def _text_of(content: object, at: str) -> object:
     for i, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f'{at}[{i}]: {part!r} is no text part; send {{"type": "text", "text": ...}}')
-    return "".join(part["text"] for part in content)
+    return "\n".join(part["text"] for part in content)
 
 
 def _set_sampling(message: generate_pb2.GenerateRequest, params: SamplingParams) -> None:

@@ -165,7 +165,7 @@ async def test_drained_services_hand_over_what_they_run(cluster: Cluster) -> Non
 
 async def test_http_streams_resume_by_last_event_id_on_another_gateway(cluster: Cluster) -> None:
     body = {"prompt": [1, 2, 3], "max_tokens": NUM_TOKENS, "seed": 0, "stream": True, "return_token_ids": True}
-    headers = {"x-request-id": f"http-{os.getpid()}"}
+    headers = {"x-request-id": f"http-{os.getpid()}", "accept": "text/event-stream"}
     one, two = (front.http for front in cluster.gateways)
     got, last = await events(one, body, headers, stop_after=20)
     assert 0 < len(got) < NUM_TOKENS

@@ -147,7 +147,7 @@ async def test_arguments_that_no_message_can_hold_are_named(call, words):
 def test_text_parts_of_a_message_are_joined():
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     chat = request_to_pb(messages=[{"role": "user", "content": parts, "name": "ada"}]).chat
-    assert [(m.role, m.content, m.name) for m in chat.messages] == [("user", "one two", "ada")]
+    assert [(m.role, m.content, m.name) for m in chat.messages] == [("user", "one \ntwo", "ada")]
 
 
 @pytest.mark.parametrize(

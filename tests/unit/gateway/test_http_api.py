@@ -148,6 +148,28 @@ async def test_streaming(real):
         assert usage["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] == 5
 
 
+@pytest.mark.parametrize("accept", ["*/*", "application/json", "text/event-stream"])
+async def test_events_have_ids_for_clients_of_server_sent_events_alone(accept):
+    """vllm bench, sglang.bench_serving and llmperf take every event for one line with data."""
+    async with api() as (_, client):
+        body = {"prompt": "a", "max_tokens": 50, "stream": True, "stream_options": {"include_usage": True}}
+        answer = await client.post("/v1/completions", json=body, headers={"accept": accept})
+        lines = answer.text.split("\n\n")[:-1]
+        if accept == "text/event-stream":
+            assert lines[0].startswith("id: 3\ndata: {")
+        else:
+            assert all(line.startswith("data: ") and "\n" not in line for line in lines)
+        resumed = {"accept": accept, "last-event-id": "3", "x-request-id": answer.headers["x-request-id"]}
+        answer = await client.post("/v1/completions", json=body, headers=resumed)
+        assert answer.text.startswith(f"id: {len(IDS)}\ndata: {{")
+
+
+async def test_monitors_may_ask_for_headers_alone():
+    async with api() as (_, client):
+        for path in ("/", "/health", "/health/live", "/health/ready"):
+            assert (await client.head(path)).status_code == 200
+
+
 async def test_an_error_after_the_headers_is_an_event():
     dying = SpellingVerifier(die_after=lambda r: 4)
     async with api(dying, redispatch_wait_s=0.1) as (_, client):

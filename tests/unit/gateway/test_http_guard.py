@@ -192,7 +192,13 @@ async def test_a_refusal_has_the_id_of_its_request(tmp_path):
 async def test_web_pages_cannot_drive_a_gateway_on_loopback():
     """Neither by a name of their own that resolves to it, nor by a request that browsers send without asking."""
     guard = guarded(hosts=LOCAL_HOSTS)
-    for url in ("http://localhost:8000", "http://127.0.0.1:8000", "http://[::1]:8000", "http://LOCALHOST"):
+    for url in (
+        "http://localhost:8000",
+        "http://127.0.0.1:8000",
+        "http://[::1]:8000",
+        "http://0.0.0.0:8000",
+        "http://LOCALHOST",
+    ):
         assert (await post(guard, url=url)).status_code == 200
     for url in ("http://evil.example:8000", "http://localhost.evil.example", "http://192.168.0.1"):
         assert refusal(await post(guard, url=url)) == (403, "permission_denied", "host")

@@ -79,7 +79,9 @@ async def both_ways(chats, **wanted):
         usage = chunk.usage
         for part in chunk.choices:
             thoughts += getattr(part.delta, "reasoning_content", "")
+            assert getattr(part.delta, "reasoning", "") == getattr(part.delta, "reasoning_content", "")
             text += part.delta.content or ""
+    assert getattr(message, "reasoning", "") == getattr(message, "reasoning_content", "")
     assert usage == whole.usage
     assert (thoughts, text) == (getattr(message, "reasoning_content", ""), message.content or "")
     return thoughts, text, usage
@@ -101,10 +103,11 @@ async def test_text_stays_as_it_is_by_default():
 
 
 async def test_a_template_may_open_the_thoughts_and_reads_those_of_earlier_answers():
-    before = {"role": "assistant", "content": "two", "reasoning_content": "one"}
-    async with chatting("three</think>four", template=OPENING) as (chats, verifier):
-        assert (await both_ways(chats, messages=[*CHAT, before]))[:2] == ("three", "four")
-        assert byte_level().decode(verifier.requests[-1].prompt) == "<user>hi<assistant>onetwo<think>\n"
+    for name in ("reasoning_content", "reasoning"):
+        before = {"role": "assistant", "content": "two", name: "one"}
+        async with chatting("three</think>four", template=OPENING) as (chats, verifier):
+            assert (await both_ways(chats, messages=[*CHAT, before]))[:2] == ("three", "four")
+            assert byte_level().decode(verifier.requests[-1].prompt) == "<user>hi<assistant>onetwo<think>\n"
 
 
 async def test_an_output_of_a_form_has_no_thoughts():
@@ -139,7 +142,11 @@ async def test_a_stream_has_ids_of_events_exactly_if_it_can_be_resumed(has_form)
 
         async def read(**headers):
             """(status, the ids of the events, the text after each event)."""
-            answer = await http.post("/v1/chat/completions", json=body, headers={"x-request-id": "one"} | headers)
+            answer = await http.post(
+                "/v1/chat/completions",
+                json=body,
+                headers={"x-request-id": "one", "accept": "text/event-stream"} | headers,
+            )
             ids = [int(line.removeprefix("id: ")) for line in answer.text.splitlines() if line.startswith("id: ")]
             data = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
             choices = [choice for event in map(json.loads, data) for choice in event.get("choices", [])]

@@ -8,7 +8,7 @@ from unit.gateway.verifier_for_tests import END_ID, MODEL, SpellingVerifier
 
 from gateway.planning import make_plan
 from gateway.requests import Chat, GenerateRequest
-from rootward.core.requests import DraftMode, Rule, Sampling, Speculation
+from rootward.core.requests import DraftMode, DraftStrategy, Rule, Sampling, Speculation
 from rootward.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 
 
@@ -18,7 +18,7 @@ from rootward.errors import ContextLengthExceeded, InvalidRequest, UnsupportedPa
         (
             GenerateRequest("a" * 400),
             ContextLengthExceeded,
-            "prompt: .* leave no room in a context of 256; send at most 255",
+            "prompt: .* leave no room; this model's maximum context length is 256 tokens, send at most 255",
         ),
         (GenerateRequest("a", max_tokens=256), ContextLengthExceeded, "max_tokens: 256 .* at most 255"),
         (GenerateRequest("a", max_tokens=0), InvalidRequest, "max_tokens: 0 is below 1"),
@@ -77,6 +77,24 @@ async def test_a_seed_asks_for_shared_noise_unless_a_rule_is_named():
         assert free.seed != other.seed
 
 
+@pytest.mark.parametrize(
+    ("speculation", "repeats"),
+    [
+        (Speculation(rule=Rule.MATCH, strategy=DraftStrategy("best_first")), True),
+        (Speculation(strategy=DraftStrategy("coupled")), True),
+        (Speculation(law=DraftMode.TOP_K), True),
+        (Speculation(strategy=DraftStrategy("best_first")), False),  # by ratio tests, unless the verifier is set otherwise
+        (Speculation(strategy=DraftStrategy("iid", (2, 2))), False),
+        (Speculation(law=DraftMode.SAMPLED), False),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_seed_that_the_text_does_not_follow_is_told(speculation, repeats, temperature):
+    wanted = GenerateRequest("a", seed=7, speculation=speculation, sampling=Sampling(temperature))
+    plan = make_plan(wanted, (1,), MODEL)
+    assert plan.warnings == (() if repeats or not temperature else ("seed_not_reproducible",))
+
+
 async def test_max_tokens_default_to_the_rest_of_the_context():
     verifier = SpellingVerifier()
     async with serving(verifier) as service:
@@ -88,7 +106,7 @@ async def test_max_tokens_default_to_the_rest_of_the_context():
 
 def test_a_chat_that_is_too_long_is_refused_with_field_messages():
     request = GenerateRequest(Chat(({"role": "user", "content": "x"},)))
-    with pytest.raises(ContextLengthExceeded, match=r"^messages: \d+ tokens leave no room in a context"):
+    with pytest.raises(ContextLengthExceeded, match=r"^messages: \d+ tokens leave no room; this model's"):
         make_plan(request, (1,) * MODEL.max_positions, MODEL)
     with pytest.raises(ContextLengthExceeded, match=r"^messages: 4 tokens are more than this server takes, 3"):
         make_plan(request, (1,) * 4, MODEL, max_prompt=3)

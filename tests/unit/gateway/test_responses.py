@@ -248,7 +248,7 @@ def test_items_become_messages():
         {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "so"}]},
         call,
     ) == [
-        {"role": "user", "content": "ab"},
+        {"role": "user", "content": "a\nb"},
         {
             "role": "assistant",
             "content": "one",

@@ -16,8 +16,8 @@ from llguidance import LLTokenizer
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Fast
 from transformers import PreTrainedTokenizerFast
-from unit.gateway.service_for_tests import serving
-from unit.gateway.test_http_api import real_server
+from unit.gateway.service_for_tests import IDS, serving
+from unit.gateway.test_http_api import events, real_server
 from unit.gateway.tokenizers_for_tests import END, byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
@@ -225,6 +225,17 @@ def with_tools(template=TEMPLATE):
 
 
 @asynccontextmanager
+async def asked(text=None, template=TEMPLATE):
+    """(the verifier, an HTTP client without a server between) of a model that writes this text."""
+    verifier = SpellingVerifier() if text is None else SpellingVerifier(text=text)
+    async with serving(verifier) as service:
+        service.tokenizer = with_tools(template)
+        transport = httpx.ASGITransport(build_app(Models([service])), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            yield verifier, client
+
+
+@asynccontextmanager
 async def chatting(text, template=TEMPLATE, *, tokenizer=None, **options):
     """(the openai package's client, the verifier) of a model that writes this text."""
     verifier = SpellingVerifier(text=text)
@@ -328,6 +339,50 @@ async def test_forced_calls_are_a_form_of_the_output():
         assert json.loads(verifier.requests[-1].structure.text) == SCHEMA
 
 
+async def test_what_cannot_change_the_answer_is_taken():
+    hint = {"cache_control": {"type": "ephemeral"}}
+    part = {"type": "text", "text": "hi"}
+    labels = {"prompt_cache_retention": "24h", "include_reasoning": True, "return_tokens_as_token_ids": False}
+    template = TEMPLATE.replace("<{{ t.function.name }}>", "{{ t | tojson }}")
+    async with asked("x", template) as (verifier, client):
+        for more, label in (({}, {}), (labels | {"cache_prompt": True}, hint)):
+            said = [{"role": "user", "content": [part | label]}]
+            body = {"messages": said, "tools": [WEATHER | label], "max_tokens": 9} | more
+            assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        plain, hinted = (request.prompt for request in verifier.requests)
+        assert plain == hinted
+        labels = {"client_metadata": {"a": "b"}, "prompt_cache_retention": "24h"}
+        body = {"input": "hi", "stream": True, "stream_options": {"include_usage": True}} | labels
+        assert (await client.post("/v1/responses", json=body)).status_code == 200
+
+
+async def test_parts_of_a_message_are_lines():
+    """As with vLLM and llama.cpp. Cursor sends parts of the Responses API to chats."""
+    async with asked("x") as (verifier, client):
+        for kind in ("text", "input_text", "output_text"):
+            parts = [{"type": kind, "text": text} for text in ("one", "two")]
+            said = [{"role": "user", "content": parts}]
+            for path, name in (("chat/completions", "messages"), ("responses", "input")):
+                assert (await client.post(f"/v1/{path}", json={name: said})).status_code == 200
+                assert byte_level().decode(verifier.requests[-1].prompt) == "<user>one\ntwo"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_told_of_the_prompt_is_where_vllm_has_it(stream):
+    """Of completions in their choices, of chats beside them; of a stream once, with its first chunk."""
+    wanted = {"max_tokens": 9, "return_token_ids": True, "prompt_logprobs": 0, "stream": stream}
+    async with asked() as (_, client):
+        for path, more in (("completions", {"prompt": "ab"}), ("chat/completions", {"messages": CHAT})):
+            answer = await client.post(f"/v1/{path}", json=wanted | more)
+            chunks = [json.loads(e) for e in events(answer.text)[:-1]] if stream else [answer.json()]
+            told = [chunk if "messages" in more else chunk["choices"][0] for chunk in chunks]
+            prompt = byte_level().encode("<user>hi" if "messages" in more else "ab")
+            assert told[0]["prompt_token_ids"] == list(prompt)
+            assert [list(entry or {}) for entry in told[0]["prompt_logprobs"]] == [[], *([str(i)] for i in prompt[1:])]
+            assert not any({"prompt_token_ids", "prompt_logprobs"} & one.keys() for one in told[1:])
+            assert [i for chunk in chunks for i in chunk["choices"][0]["token_ids"]] == list(IDS[:9])
+
+
 async def test_results_go_back_to_the_model():
     call = {"id": "a", "index": 0, "type": "function", "function": {"name": "weather", "arguments": PARIS[1]}}
     talk = [*CHAT, {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}]
@@ -337,6 +392,32 @@ async def test_results_go_back_to_the_model():
         assert told == ("It rains.", [], "stop")
         prompt = byte_level().decode(verifier.requests[-1].prompt)
         assert prompt == f"<weather><user>hi<assistant>{CALL}<tool>rain"
+
+
+async def test_arguments_that_are_no_json_go_back_as_the_model_wrote_them():
+    """An answer with such a call can be sent back as it came, in both APIs, or an agent could not tell the model of its mistake."""
+    wrong = '{"city": Paris}'
+    wrote, shown = CALL.replace(PARIS[1], wrong), CALL.replace(PARIS[1], json.dumps(wrong))
+    prompt = f"<weather><user>hi<assistant>{shown}<tool>no JSON"
+    async with asked(wrote) as (verifier, client):
+        body = {"messages": CHAT, "tools": [WEATHER]}
+        message = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        assert call["function"]["arguments"] == wrong
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "no JSON"}
+        told = await client.post("/v1/chat/completions", json=body | {"messages": [*CHAT, message, result]})
+        assert told.status_code == 200
+        assert byte_level().decode(verifier.requests[-1].prompt) == prompt
+        body = {"tools": [{"type": "function", **WEATHER["function"]}]}
+        first = (await client.post("/v1/responses", json=body | {"input": "hi"})).json()
+        result = {"type": "function_call_output", "call_id": first["output"][0]["call_id"], "output": "no JSON"}
+        said = {"role": "user", "content": "hi"}
+        for more in (
+            {"input": [said, *first["output"], result]},
+            {"input": [result], "previous_response_id": first["id"]},
+        ):
+            assert (await client.post("/v1/responses", json=body | more)).status_code == 200
+            assert byte_level().decode(verifier.requests[-1].prompt) == prompt
 
 
 async def test_arguments_nested_too_deeply_are_refused():
@@ -373,11 +454,7 @@ def function_of(parameters, **more):
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "invalid_value", "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}}, "invalid_value", "tool_choice"),
         ({"messages": [{"role": "assistant"}]}, "invalid_value", "messages[0].content"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-            "invalid_value",
-            "messages[0].tool_calls[0].function.arguments",
-        ),
+        ({"messages": [{"role": "user", "content": "a", "id": 1}]}, "unsupported_parameter", "messages[0].id"),
         ({"messages": [{"role": "function", "content": "x"}]}, "unsupported_parameter", "messages[0].role"),
         ({"tools": [WEATHER], "tool_choice": {"type": "auto", "function": {"name": "weather"}}}, "invalid_value", "tool_choice"),
         ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "invalid_value", "response_format"),
