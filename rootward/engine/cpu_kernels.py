@@ -31,9 +31,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
-from numba.core.cgutils import unpack_tuple
 from numba.extending import intrinsic, overload
-from numba.np.arrayobj import make_array
 from torch.nn import functional
 
 from rootward.engine.cpu_tiles import (
@@ -55,9 +53,11 @@ from rootward.engine.cpu_tiles import (
     LANES,
     LINEAR_ROWS,
     LINEAR_STEPS,
+    LONG,
     NUM_EXPONENTS,
     PREFETCH_BYTES,
     SUM_ROWS,
+    Code,
     amx_add,
     amx_clear,
     amx_scores,
@@ -67,6 +67,7 @@ from rootward.engine.cpu_tiles import (
     configure_amx,
     dot_tile,
     expand_tile,
+    generated,
     linear_tile,
     pairs_tile,
     release_amx,
@@ -367,17 +368,11 @@ def _next_item(shares, thread):
     return -1
 
 
-@intrinsic
-def _fetch_and_increment(typing: Any, shares: Any, owner: Any) -> Any:
+@generated("shares owner", returns=numba.intp)
+def _fetch_and_increment(code: Code) -> Any:
     """shares[owner, 0] before it is increased by one: atomic among threads."""
-
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        array, long = make_array(signature.args[0])(context, builder, values[0]), ir.IntType(64)
-        row = builder.mul(values[1], unpack_tuple(builder, array.strides, 2)[0])
-        place = builder.inttoptr(builder.add(builder.ptrtoint(array.data, long), row), ir.PointerType(long))
-        return builder.atomic_rmw("add", place, long(1), "monotonic")
-
-    return numba.intp(shares, numba.intp), code
+    place = code.builder.inttoptr(code.address("shares", code.value["owner"]), ir.PointerType(LONG))
+    return code.builder.atomic_rmw("add", place, LONG(1), "monotonic")
 
 
 @parallel_kernel

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import reduce, wraps
+from inspect import Parameter, Signature
 from typing import Any
 
 from llvmlite import ir
@@ -212,28 +213,40 @@ class Code:
         return found
 
 
-def _typed(generate: Callable[[Code, int], None], names: str, *kinds: Any) -> Any:
-    """What an intrinsic function of numba returns; the first argument is the number of rows, known at compile time."""
-    if not isinstance(kinds[0], types.IntegerLiteral):
-        return None
-    signature = types.void(kinds[0], *(types.intp if isinstance(kind, types.Integer) else kind for kind in kinds[1:]))
+def generated(names: str, *, sized: bool = False, returns: Any = types.void) -> Callable[[Callable[..., Any]], Any]:
+    """Makes an intrinsic function of numba with these arguments of the function that generates its code. sized: the first argument is an
+    integer that is known at compile time, and the generating function gets it, too."""
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Value]) -> Any:
-        generate(Code(context, builder, signature, names, values), kinds[0].literal_value)
-        return context.get_dummy_value()
+    def made(generate: Callable[..., Any]) -> Any:
+        @wraps(generate)
+        def typed(context: Any, *kinds: Any) -> Any:
+            if sized and not isinstance(kinds[0], types.IntegerLiteral):
+                return None
+            known = kinds[: int(sized)]
+            others = (types.intp if isinstance(kind, types.Integer) else kind for kind in kinds[len(known) :])
 
-    return signature, code
+            def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Value]) -> Any:
+                numbers = (kind.literal_value for kind in known)
+                found = generate(Code(context, builder, signature, names, values), *numbers)
+                return context.get_dummy_value() if found is None else found
+
+            return returns(*known, *others), code
+
+        arguments = [Parameter(name, Parameter.POSITIONAL_ONLY) for name in ("context", *names.split())]
+        typed.__signature__ = Signature(arguments)  # type: ignore[attr-defined]  # which numba reads
+        return intrinsic(prefer_literal=sized)(typed)
+
+    return made
 
 
-@intrinsic(prefer_literal=True)
-def linear_tile(context, rows, x, n, j, weight, g, k, num, prefetched, pace, out, m, o):
+@generated("rows x n j weight g k num prefetched pace out m o", sized=True)
+def linear_tile(code: Code, rows: int) -> None:
     """out[m + r, o + i] += Σ_s x[n + r, j + s] · weight[g, k + s, i] over 0 <= s < num, num >= 1, for r < rows and i < GROUP.
 
     out float32; x and weight float32, x float32 and weight pairs, or both pairs; or x pairs and weight compact, with k = 0 and all inputs.
     Meanwhile weights are prefetched from the address `prefetched` on, and from `pace` bytes further on after each k."""
-    names = "rows x n j weight g k num prefetched pace out m o"
-    generate = _linear_compact if weight.dtype == types.uint8 else _linear
-    return _typed(generate, names, rows, x, n, j, weight, g, k, num, prefetched, pace, out, m, o)
+    generate = _linear_compact if code.kind["weight"].dtype == types.uint8 else _linear
+    generate(code, rows)
 
 
 def _linear(code: Code, rows: int) -> None:
@@ -267,7 +280,7 @@ def _linear(code: Code, rows: int) -> None:
                     total[row, vector] = add_product(everywhere, weights[vector], total[row, vector])
         return total
 
-    _add_to_results(code, rows, code.value["num"], add)
+    _add_to_results(code, rows, LINEAR_VECTORS, code.value["o"], code.value["num"], add)
 
 
 def _linear_compact(code: Code, rows: int) -> None:
@@ -298,18 +311,24 @@ def _linear_compact(code: Code, rows: int) -> None:
         return total
 
     num = builder.sdiv(code.value["num"], LONG(COMPACT_PAIRS))
-    _add_to_results(code, rows, num, add, outlier=blocks.address(num))
+    _add_to_results(code, rows, LINEAR_VECTORS, code.value["o"], num, add, outlier=blocks.address(num))
 
 
 def _add_to_results(
-    code: Code, rows: int, num: Value, add: Callable[[Value, dict[Any, Value]], dict[Any, Value]], **more: Value
+    code: Code,
+    rows: int,
+    vectors: int,
+    column: Value,
+    num: Value,
+    add: Callable[[Value, dict[Any, Value]], dict[Any, Value]],
+    **more: Value,
 ) -> None:
-    """add(0, ·), ..., add(num - 1, ·), by row and vector, to the results at out[m, o]. `more` changes with them."""
-    out, stride, step = code.address("out", code.value["m"], code.value["o"]), code.stride("out", 0), 4 * LANES
+    """add(0, ·), ..., add(num - 1, ·), by row and vector, to the results at out[m, column]. `more` changes with them."""
+    out, stride, step = code.address("out", code.value["m"], column), code.stride("out", 0), 4 * LANES
     places = {
         (row, vector): code.builder.add(code.moved(out, LONG(row), stride), LONG(step * vector))
         for row in range(rows)
-        for vector in range(LINEAR_VECTORS)
+        for vector in range(vectors)
     }
     found = code.loop(num, {**{place: code.load(at, FLOATS) for place, at in places.items()}, **more}, add)
     for place, at in places.items():
@@ -392,93 +411,59 @@ def _all_bytes(number: int) -> ir.Constant:
     return ir.Constant(BYTES, [number] * 4 * LANES)
 
 
-@intrinsic
-def expand_tile(context, weight, g, k, num, outlier, out):
+@generated("weight g k num outlier out", returns=types.intp)
+def expand_tile(code: Code) -> Value:
     """out int32[>= num, GROUP], contiguous: the words of weight[g, k : k + num >= 1], compact; k and num are multiples of COMPACT_PAIRS.
 
     outlier: byte of weight[g] at which the first outlier is that is not before k. Returns that of the first one after these words."""
-    signature = types.intp(weight, types.intp, types.intp, types.intp, types.intp, out)
+    builder = code.builder
+    blocks, out, group = CompactBlocks(code), code.address("out"), code.address("weight", code.value["g"])
+    first, num = (builder.sdiv(code.value[name], LONG(COMPACT_PAIRS)) for name in ("k", "num"))
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Value]) -> Any:
-        code = Code(context, builder, signature, "weight g k num outlier out", values)
-        blocks, out, group = CompactBlocks(code), code.address("out"), code.address("weight", code.value["g"])
-        first, num = (builder.sdiv(code.value[name], LONG(COMPACT_PAIRS)) for name in ("k", "num"))
+    def decode(i: Value, found: dict[Any, Value]) -> dict[Any, Value]:
+        to = code.moved(out, i, LONG(4 * COMPACT_PAIRS * GROUP))
+        return {"outlier": blocks.decode(builder.add(first, i), found["outlier"], to)}
 
-        def decode(i: Value, found: dict[Any, Value]) -> dict[Any, Value]:
-            to = code.moved(out, i, LONG(4 * COMPACT_PAIRS * GROUP))
-            return {"outlier": blocks.decode(builder.add(first, i), found["outlier"], to)}
-
-        found = code.loop(num, {"outlier": builder.add(group, code.value["outlier"])}, decode)
-        return builder.sub(found["outlier"], group)
-
-    return signature, code
+    found = code.loop(num, {"outlier": builder.add(group, code.value["outlier"])}, decode)
+    return builder.sub(found["outlier"], group)
 
 
-@intrinsic
-def configure_amx(context, rows):
+@generated("rows")
+def configure_amx(code: Code) -> None:
     """Before `amx_tile`, on the same thread: how many rows <= AMX_ROWS the matrix registers of inputs and results have."""
-    signature = types.void(types.intp)
-
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Value]) -> Any:
-        # 64 bytes: palette 1; from byte 16 the bytes in a row of each register, from byte 48 its rows
-        layout = bytearray(64)
-        layout[0] = 1
-        layout[16 : 16 + 2 * AMX_REGISTERS : 2] = [4 * AMX_PAIRS] * AMX_REGISTERS
-        layout[48 : 48 + AMX_REGISTERS] = [AMX_PAIRS] * AMX_REGISTERS
-        place = alloca_once_value(builder, ir.Constant(ir.ArrayType(BYTE, 64), layout))
-        rows = builder.trunc(values[0], BYTE)
-        for register in range(AMX_REGISTERS):
-            if register != AMX_WEIGHT:
-                builder.store(rows, builder.gep(place, [INT(0), INT(48 + register)]))
-        pointer = ir.PointerType(BYTE)
-        kind = ir.FunctionType(ir.VoidType(), [pointer])
-        load = get_or_insert_function(builder.module, kind, "llvm.x86.ldtilecfg")
-        builder.call(load, [builder.bitcast(place, pointer)])
-        return context.get_dummy_value()
-
-    return signature, code
+    # 64 bytes: palette 1; from byte 16 the bytes in a row of each register, from byte 48 its rows
+    layout = bytearray(64)
+    layout[0] = 1
+    layout[16 : 16 + 2 * AMX_REGISTERS : 2] = [4 * AMX_PAIRS] * AMX_REGISTERS
+    layout[48 : 48 + AMX_REGISTERS] = [AMX_PAIRS] * AMX_REGISTERS
+    builder = code.builder
+    place = alloca_once_value(builder, ir.Constant(ir.ArrayType(BYTE, 64), layout))
+    rows = builder.trunc(code.value["rows"], BYTE)
+    for register in range(AMX_REGISTERS):
+        if register != AMX_WEIGHT:
+            builder.store(rows, builder.gep(place, [INT(0), INT(48 + register)]))
+    pointer = ir.PointerType(BYTE)
+    kind = ir.FunctionType(ir.VoidType(), [pointer])
+    load = get_or_insert_function(builder.module, kind, "llvm.x86.ldtilecfg")
+    builder.call(load, [builder.bitcast(place, pointer)])
 
 
-@intrinsic
-def release_amx(context):
+@generated("")
+def release_amx(code: Code) -> None:
     """After `amx_tile`: the matrix registers are empty, and switching between threads need not keep them."""
-
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Value]) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [])
-        builder.call(get_or_insert_function(builder.module, kind, "llvm.x86.tilerelease"), [])
-        return context.get_dummy_value()
-
-    return types.void(), code
-
-
-@intrinsic(prefer_literal=True)
-def amx_tile(context, blocks, x, n, second, weight, bias, g, ahead, pace, out, o):
-    """out[r, o + i] = bias[g, i] + Σ_j x[r, j] · weight[g, j, i] for i < GROUP and as many rows r as `configure_amx` was told, from n on
-    and, if `blocks` is 2, from `second` on.
-
-    bias and out float32; x and weight pairs, as many as a multiple of AMX_PAIRS. Meanwhile weights are prefetched that lie `ahead` bytes
-    further on, and `pace` bytes more after each pair."""
-    return _typed(
-        _amx_linear,
-        "blocks x n second weight bias g ahead pace out o",
-        blocks,
-        x,
-        n,
-        second,
-        weight,
-        bias,
-        g,
-        ahead,
-        pace,
-        out,
-        o,
-    )
+    code.amx("tilerelease")
 
 
 AMX_REGISTERS, AMX_INPUT, AMX_WEIGHT = 8, 6, 7  # the first six hold results
 
 
-def _amx_linear(code: Code, blocks: int) -> None:
+@generated("blocks x n second weight bias g ahead pace out o", sized=True)
+def amx_tile(code: Code, blocks: int) -> None:
+    """out[r, o + i] = bias[g, i] + Σ_j x[r, j] · weight[g, j, i] for i < GROUP and as many rows r as `configure_amx` was told, from n on
+    and, if `blocks` is 2, from `second` on.
+
+    bias and out float32; x and weight pairs, as many as a multiple of AMX_PAIRS. Meanwhile weights are prefetched that lie `ahead` bytes
+    further on, and `pace` bytes more after each pair."""
     builder, vectors, row_bytes = code.builder, range(LINEAR_VECTORS), 4 * AMX_PAIRS
     first_rows = [code.value["n"], code.value["second"]][:blocks]
     x, x_stride = [code.address("x", row) for row in first_rows], code.stride("x", 0)
@@ -511,221 +496,172 @@ def _amx_linear(code: Code, blocks: int) -> None:
         code.amx("tilestored64", register, memory=(places[place], out_stride))
 
 
-@intrinsic
-def amx_scores(context, keys, cell, h, query, out, k):
+@generated("keys cell h query out k")
+def amx_scores(code: Code) -> None:
     """out[k + i, r] = Σ_d query[d, r] · keys[cell + i, h, d] for i, r < AMX_ROWS, after `configure_amx(AMX_ROWS)`.
 
     out float32[·, AMX_ROWS]; query pairs int32[D, AMX_ROWS]; keys pairs int32[C, S, D], D a multiple of AMX_PAIRS."""
-    kinds = keys, types.intp, types.intp, query, out, types.intp
+    here, stride = code.address("keys", code.value["cell"], code.value["h"]), code.stride("keys", 0)
+    query, row_bytes = code.address("query"), LONG(4 * AMX_PAIRS)
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Value]) -> Any:
-        code = Code(context, builder, signature, "keys cell h query out k", values)
-        here, stride = code.address("keys", code.value["cell"], code.value["h"]), code.stride("keys", 0)
-        query, row_bytes = code.address("query"), LONG(4 * AMX_PAIRS)
+    def add(step: Value, total: dict[Any, Value]) -> dict[Any, Value]:
+        code.amx("tileloadd64", AMX_INPUT, memory=(code.moved(here, step, row_bytes), stride))
+        part = code.moved(query, step, LONG(4 * AMX_PAIRS * AMX_ROWS))
+        code.amx("tileloadd64", AMX_WEIGHT, memory=(part, row_bytes))
+        code.amx("tdpbf16ps", 0, AMX_INPUT, AMX_WEIGHT)
+        return total
 
-        def add(step: Value, total: dict[Any, Value]) -> dict[Any, Value]:
-            code.amx("tileloadd64", AMX_INPUT, memory=(code.moved(here, step, row_bytes), stride))
-            part = code.moved(query, step, LONG(4 * AMX_PAIRS * AMX_ROWS))
-            code.amx("tileloadd64", AMX_WEIGHT, memory=(part, row_bytes))
-            code.amx("tdpbf16ps", 0, AMX_INPUT, AMX_WEIGHT)
-            return total
-
-        code.amx("tilezero", 0)
-        code.loop(builder.sdiv(code.size("keys", 2), LONG(AMX_PAIRS)), {}, add)
-        code.amx("tilestored64", 0, memory=(code.address("out", code.value["k"]), row_bytes))
-        return context.get_dummy_value()
-
-    return types.void(*kinds), code
+    code.amx("tilezero", 0)
+    code.loop(code.builder.sdiv(code.size("keys", 2), LONG(AMX_PAIRS)), {}, add)
+    code.amx("tilestored64", 0, memory=(code.address("out", code.value["k"]), row_bytes))
 
 
-@intrinsic(prefer_literal=True)
-def amx_clear(context, blocks):
+@generated("blocks", sized=True)
+def amx_clear(code: Code, blocks: int) -> None:
     """Begin sums of `amx_add`, after `configure_amx(rows)`: they stay in registers of the thread, two for each block."""
-
-    def generate(code: Code, blocks: int) -> None:
-        for register in range(2 * blocks):
-            code.amx("tilezero", register)
-
-    return _typed(generate, "blocks", blocks)
+    for register in range(2 * blocks):
+        code.amx("tilezero", register)
 
 
-@intrinsic(prefer_literal=True)
-def amx_add(context, blocks, weight, i, values, j):
+@generated("blocks weight i values j", sized=True)
+def amx_add(code: Code, blocks: int) -> None:
     """Sums[r, d] += Σ_k weight[i, r, k] · values[j, k, d] for the rows r that are configured and d < blocks · AMX_KEYS.
 
     weight pairs int32[·, AMX_ROWS, AMX_PAIRS]; values pairs int32[·, AMX_PAIRS, ·]."""
-
-    def generate(code: Code, blocks: int) -> None:
-        row_bytes = LONG(4 * AMX_PAIRS)
-        code.amx("tileloadd64", AMX_INPUT, memory=(code.address("weight", code.value["i"]), row_bytes))
-        values, stride = code.address("values", code.value["j"]), code.stride("values", 1)
-        for register in range(2 * blocks):
-            here = code.builder.add(values, LONG(4 * AMX_ROWS * register))
-            code.amx("tileloadd64", AMX_WEIGHT, memory=(here, stride))
-            code.amx("tdpbf16ps", register, AMX_INPUT, AMX_WEIGHT)
-
-    return _typed(generate, "blocks weight i values j", blocks, weight, i, values, j)
+    row_bytes = LONG(4 * AMX_PAIRS)
+    code.amx("tileloadd64", AMX_INPUT, memory=(code.address("weight", code.value["i"]), row_bytes))
+    values, stride = code.address("values", code.value["j"]), code.stride("values", 1)
+    for register in range(2 * blocks):
+        here = code.builder.add(values, LONG(4 * AMX_ROWS * register))
+        code.amx("tileloadd64", AMX_WEIGHT, memory=(here, stride))
+        code.amx("tdpbf16ps", register, AMX_INPUT, AMX_WEIGHT)
 
 
-@intrinsic(prefer_literal=True)
-def amx_store(context, blocks, out, d):
+@generated("blocks out d", sized=True)
+def amx_store(code: Code, blocks: int) -> None:
     """out[r, d + i] = the sums of `amx_add`: float32, in the order of `values`."""
-
-    def generate(code: Code, blocks: int) -> None:
-        out, stride = code.address("out", LONG(0), code.value["d"]), code.stride("out", 0)
-        for register in range(2 * blocks):
-            here = code.builder.add(out, LONG(4 * AMX_ROWS * register))
-            code.amx("tilestored64", register, memory=(here, stride))
-
-    return _typed(generate, "blocks out d", blocks, out, d)
+    out, stride = code.address("out", LONG(0), code.value["d"]), code.stride("out", 0)
+    for register in range(2 * blocks):
+        here = code.builder.add(out, LONG(4 * AMX_ROWS * register))
+        code.amx("tilestored64", register, memory=(here, stride))
 
 
-@intrinsic
-def column_max_tile(context, score, most):
+@generated("score most")
+def column_max_tile(code: Code) -> None:
     """most[r] becomes the largest of score[:, r] and itself: float32[n, AMX_ROWS], n a multiple of SOFTMAX_KEYS, and float32[AMX_ROWS]."""
+    builder = code.builder
+    score, place, keys = code.address("score"), code.address("most"), range(SOFTMAX_KEYS)
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Value]) -> Any:
-        code = Code(context, builder, signature, "score most", values)
-        score, place, keys = code.address("score"), code.address("most"), range(SOFTMAX_KEYS)
+    def larger(a: Value, b: Value) -> Value:
+        return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
-        def larger(a: Value, b: Value) -> Value:
-            return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+    def add(k: Value, most: dict[Any, Value]) -> dict[Any, Value]:
+        here = code.moved(score, k, LONG(4 * AMX_ROWS * SOFTMAX_KEYS))
+        return {i: larger(code.load(builder.add(here, LONG(4 * AMX_ROWS * i)), FLOATS), most[i]) for i in keys}
 
-        def add(k: Value, most: dict[Any, Value]) -> dict[Any, Value]:
-            here = code.moved(score, k, LONG(4 * AMX_ROWS * SOFTMAX_KEYS))
-            return {i: larger(code.load(builder.add(here, LONG(4 * AMX_ROWS * i)), FLOATS), most[i]) for i in keys}
-
-        before = code.load(place, FLOATS)
-        num = builder.sdiv(code.size("score", 0), LONG(SOFTMAX_KEYS))
-        code.store(reduce(larger, code.loop(num, dict.fromkeys(keys, before), add).values()), place)
-        return context.get_dummy_value()
-
-    return types.void(score, most), code
+    before = code.load(place, FLOATS)
+    num = builder.sdiv(code.size("score", 0), LONG(SOFTMAX_KEYS))
+    code.store(reduce(larger, code.loop(num, dict.fromkeys(keys, before), add).values()), place)
 
 
-@intrinsic(prefer_literal=True)
-def weight_tile(context, columns, score, scaling, most, total, weight):
+@generated("columns score scaling most total weight", sized=True)
+def weight_tile(code: Code, columns: int) -> None:
     """Weights e^(scaling · (score[k, r] - most[r])), 0 for a score of -inf, in weight int32[n / 2, AMX_ROWS]: pairs of bfloat16, of two k.
     Their sums are added to total[r]. For r < columns, which is 4, 8 or 16; the bits do not depend on it.
 
     score float32[n, AMX_ROWS], n a multiple of SOFTMAX_KEYS; most and total float32[AMX_ROWS]. weight may begin where score does."""
+    builder, keys_of_vector = code.builder, LANES // columns
+    score, weight, row_bytes = code.address("score"), code.address("weight"), 4 * AMX_ROWS
+    kind = ir.VectorType(FLOAT, columns)
+    zero, lowest = (ir.Constant(FLOATS, [number] * LANES) for number in (0.0, float("-inf")))
+    scaling = code.everywhere(code.value["scaling"])
+    most = code.joined([code.load(code.address("most"), kind)] * keys_of_vector)
+    vectors = range(SOFTMAX_KEYS // 2 // keys_of_vector)  # of every second key
+    place = {  # of the keys of a vector
+        (vector, odd): [2 * (vector * keys_of_vector + i) + odd for i in range(keys_of_vector)]
+        for vector in vectors
+        for odd in range(2)
+    }
 
-    def generate(code: Code, columns: int) -> None:
-        builder, keys_of_vector = code.builder, LANES // columns
-        score, weight, row_bytes = code.address("score"), code.address("weight"), 4 * AMX_ROWS
-        kind = ir.VectorType(FLOAT, columns)
-        zero, lowest = (ir.Constant(FLOATS, [number] * LANES) for number in (0.0, float("-inf")))
-        scaling = code.everywhere(code.value["scaling"])
-        most = code.joined([code.load(code.address("most"), kind)] * keys_of_vector)
-        vectors = range(SOFTMAX_KEYS // 2 // keys_of_vector)  # of every second key
-        place = {  # of the keys of a vector
-            (vector, odd): [2 * (vector * keys_of_vector + i) + odd for i in range(keys_of_vector)]
-            for vector in vectors
-            for odd in range(2)
-        }
+    def add(k: Value, total: dict[Any, Value]) -> dict[Any, Value]:
+        here = code.moved(score, k, LONG(row_bytes * SOFTMAX_KEYS))
+        there = code.moved(weight, k, LONG(row_bytes * SOFTMAX_KEYS // 2))
+        powers = {}
+        for at, keys in place.items():
+            number = code.joined([code.load(builder.add(here, LONG(row_bytes * key)), kind) for key in keys])
+            power = code.exponential(builder.fmul(builder.fsub(number, most), scaling))
+            powers[at] = builder.select(builder.fcmp_ordered(">", number, lowest), power, zero)
+        for vector in vectors:
+            lower, upper = (code.rounded(powers[vector, odd]) for odd in range(2))
+            pairs = builder.or_(builder.lshr(lower, SIXTEEN), builder.and_(upper, UPPER))
+            for i, part in enumerate(code.parts(pairs, columns)):
+                code.store(part, builder.add(there, LONG(row_bytes * (vector * keys_of_vector + i))))
+        return {at: builder.fadd(total[at], power) for at, power in powers.items()}
 
-        def add(k: Value, total: dict[Any, Value]) -> dict[Any, Value]:
-            here = code.moved(score, k, LONG(row_bytes * SOFTMAX_KEYS))
-            there = code.moved(weight, k, LONG(row_bytes * SOFTMAX_KEYS // 2))
-            powers = {}
-            for at, keys in place.items():
-                number = code.joined([code.load(builder.add(here, LONG(row_bytes * key)), kind) for key in keys])
-                power = code.exponential(builder.fmul(builder.fsub(number, most), scaling))
-                powers[at] = builder.select(builder.fcmp_ordered(">", number, lowest), power, zero)
-            for vector in vectors:
-                lower, upper = (code.rounded(powers[vector, odd]) for odd in range(2))
-                pairs = builder.or_(builder.lshr(lower, SIXTEEN), builder.and_(upper, UPPER))
-                for i, part in enumerate(code.parts(pairs, columns)):
-                    code.store(part, builder.add(there, LONG(row_bytes * (vector * keys_of_vector + i))))
-            return {at: builder.fadd(total[at], power) for at, power in powers.items()}
-
-        num = builder.sdiv(code.size("score", 0), LONG(SOFTMAX_KEYS))
-        found = code.loop(num, dict.fromkeys(place, zero), add)
-        sums = {
-            key: part
-            for at, keys in place.items()
-            for key, part in zip(keys, code.parts(found[at], columns), strict=True)
-        }
-        total = code.load(code.address("total"), kind)
-        for key in range(SOFTMAX_KEYS):
-            total = builder.fadd(total, sums[key])
-        code.store(total, code.address("total"))
-
-    return _typed(generate, "columns score scaling most total weight", columns, score, scaling, most, total, weight)
+    num = builder.sdiv(code.size("score", 0), LONG(SOFTMAX_KEYS))
+    found = code.loop(num, dict.fromkeys(place, zero), add)
+    sums = {
+        key: part for at, keys in place.items() for key, part in zip(keys, code.parts(found[at], columns), strict=True)
+    }
+    total = code.load(code.address("total"), kind)
+    for key in range(SOFTMAX_KEYS):
+        total = builder.fadd(total, sums[key])
+    code.store(total, code.address("total"))
 
 
-@intrinsic(prefer_literal=True)
-def pairs_tile(context, blocks, values, none, cells, j, h, d, out, i, k):
+@generated("blocks values none cells j h d out i k", sized=True)
+def pairs_tile(code: Code, blocks: int) -> None:
     """Pairs of values of cells[j] and cells[j + 1]: out[i, k] = those of every second of blocks · 2 · LANES dimensions from d on, in each
     block first the even ones and then the odd ones. values and none are bfloat16; the cell -1 has the values `none`."""
-
-    def generate(code: Code, blocks: int) -> None:
-        builder = code.builder
-        there, none, rows = code.address("out", code.value["i"], code.value["k"]), code.address("none"), []
-        for one in range(2):
-            cell = code.load(code.address("cells", builder.add(code.value["j"], LONG(one))), LONG)
-            row = code.address("values", cell, code.value["h"], code.value["d"])
-            ahead = code.moved(row, LONG(PREFETCH_CELLS), code.stride("values", 0))
-            for line in range(0, 4 * LANES * blocks, CACHE_LINE):
-                code.prefetch(builder.add(ahead, LONG(line)))
-            rows.append(builder.select(builder.icmp_signed("<", cell, LONG(0)), none, row))
-        for block in range(blocks):
-            place = LONG(4 * LANES * block)
-            first, second = (code.load(builder.add(row, place), INTS) for row in rows)
-            even = builder.or_(builder.and_(first, LOWER), builder.shl(second, SIXTEEN))
-            odd = builder.or_(builder.lshr(first, SIXTEEN), builder.and_(second, UPPER))
-            for vector, pair in enumerate((even, odd)):
-                code.store(pair, builder.add(there, LONG(4 * LANES * (2 * block + vector))))
-
-    return _typed(generate, "blocks values none cells j h d out i k", blocks, values, none, cells, j, h, d, out, i, k)
+    builder = code.builder
+    there, none, rows = code.address("out", code.value["i"], code.value["k"]), code.address("none"), []
+    for one in range(2):
+        cell = code.load(code.address("cells", builder.add(code.value["j"], LONG(one))), LONG)
+        row = code.address("values", cell, code.value["h"], code.value["d"])
+        ahead = code.moved(row, LONG(PREFETCH_CELLS), code.stride("values", 0))
+        for line in range(0, 4 * LANES * blocks, CACHE_LINE):
+            code.prefetch(builder.add(ahead, LONG(line)))
+        rows.append(builder.select(builder.icmp_signed("<", cell, LONG(0)), none, row))
+    for block in range(blocks):
+        place = LONG(4 * LANES * block)
+        first, second = (code.load(builder.add(row, place), INTS) for row in rows)
+        even = builder.or_(builder.and_(first, LOWER), builder.shl(second, SIXTEEN))
+        odd = builder.or_(builder.lshr(first, SIXTEEN), builder.and_(second, UPPER))
+        for vector, pair in enumerate((even, odd)):
+            code.store(pair, builder.add(there, LONG(4 * LANES * (2 * block + vector))))
 
 
-@intrinsic
-def transpose_tile(context, x, i, j, out, k):
+@generated("x i j out k")
+def transpose_tile(code: Code) -> None:
     """out[k + c, r] = x[i + r, j + c] for r, c < AMX_ROWS: int32, out with rows of AMX_ROWS numbers."""
-    kinds = x, types.intp, types.intp, out, types.intp
-
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Value]) -> Any:
-        code = Code(context, builder, signature, "x i j out k", values)
-        here, stride = code.address("x", code.value["i"], code.value["j"]), code.stride("x", 0)
-        rows = [code.load(code.moved(here, LONG(r), stride), INTS) for r in range(AMX_ROWS)]
-        distance = 1
-        while distance < AMX_ROWS:  # swap the blocks beside the diagonal, of twice the size each time
-            first = [(c // distance % 2) * (AMX_ROWS - distance) + c for c in range(AMX_ROWS)]
-            second = [(1 - c // distance % 2) * distance + (c // distance % 2) * AMX_ROWS + c for c in range(AMX_ROWS)]
-            for r in range(AMX_ROWS):
-                if r & distance == 0:
-                    a, b = rows[r], rows[r + distance]
-                    rows[r] = builder.shuffle_vector(a, b, ir.Constant(INTS, first))
-                    rows[r + distance] = builder.shuffle_vector(a, b, ir.Constant(INTS, second))
-            distance *= 2
-        there = code.address("out", code.value["k"])
-        for c, row in enumerate(rows):
-            code.store(row, code.moved(there, LONG(c), LONG(4 * AMX_ROWS)))
-        return context.get_dummy_value()
-
-    return types.void(*kinds), code
+    builder = code.builder
+    here, stride = code.address("x", code.value["i"], code.value["j"]), code.stride("x", 0)
+    rows = [code.load(code.moved(here, LONG(r), stride), INTS) for r in range(AMX_ROWS)]
+    distance = 1
+    while distance < AMX_ROWS:  # swap the blocks beside the diagonal, of twice the size each time
+        first = [(c // distance % 2) * (AMX_ROWS - distance) + c for c in range(AMX_ROWS)]
+        second = [(1 - c // distance % 2) * distance + (c // distance % 2) * AMX_ROWS + c for c in range(AMX_ROWS)]
+        for r in range(AMX_ROWS):
+            if r & distance == 0:
+                a, b = rows[r], rows[r + distance]
+                rows[r] = builder.shuffle_vector(a, b, ir.Constant(INTS, first))
+                rows[r + distance] = builder.shuffle_vector(a, b, ir.Constant(INTS, second))
+        distance *= 2
+    there = code.address("out", code.value["k"])
+    for c, row in enumerate(rows):
+        code.store(row, code.moved(there, LONG(c), LONG(4 * AMX_ROWS)))
 
 
-@intrinsic(prefer_literal=True)
-def sum_tile(context, rows, x, m, j, rows_of, cells, h, out, d):
+@generated("rows x m j rows_of cells h out d", sized=True)
+def sum_tile(code: Code, rows: int) -> None:
     """out[m + r, d + i] += Σ_k x[m + r, j + k] · rows_of[cells[k], h, d + i] for r < rows, k < len(cells) > 0 and i < CHUNK.
 
     x and out float32; rows_of T[C, S, D]; cells int64."""
-    return _typed(_sum, "rows x m j rows_of cells h out d", rows, x, m, j, rows_of, cells, h, out, d)
-
-
-def _sum(code: Code, rows: int) -> None:
     builder, kind = code.builder, code.kind["rows_of"].dtype
-    tile = [(row, vector) for row in range(rows) for vector in range(SUM_VECTORS)]
-    step, width = 4 * LANES, kind.bitwidth // 8 * LANES
+    width = kind.bitwidth // 8 * LANES
     x, x_stride = code.address("x", code.value["m"], code.value["j"]), code.stride("x", 0)
     base, cell_stride = code.address("rows_of", LONG(0), code.value["h"], code.value["d"]), code.stride("rows_of", 0)
     cells = code.address("cells")
-    out, out_stride = code.address("out", code.value["m"], code.value["d"]), code.stride("out", 0)
-    places = {
-        (row, vector): builder.add(code.moved(out, LONG(row), out_stride), LONG(step * vector)) for row, vector in tile
-    }
 
     def add(k: Value, total: dict[Any, Value]) -> dict[Any, Value]:
         total = dict(total)
@@ -739,20 +675,14 @@ def _sum(code: Code, rows: int) -> None:
                 total[row, vector] = code.multiply_add(number, values[vector], total[row, vector])
         return total
 
-    found = code.loop(code.size("cells", 0), {place: code.load(at, FLOATS) for place, at in places.items()}, add)
-    for place, at in places.items():
-        code.store(found[place], at)
+    _add_to_results(code, rows, SUM_VECTORS, code.value["d"], code.size("cells", 0), add)
 
 
-@intrinsic(prefer_literal=True)
-def dot_tile(context, rows, x, m, rows_of, cells, k, h, out, j):
+@generated("rows x m rows_of cells k h out j", sized=True)
+def dot_tile(code: Code, rows: int) -> None:
     """out[m + r, j + i] = Σ_d x[m + r, d] · rows_of[cells[k + i], h, d] for r < rows and i < DOT_KEYS.
 
     The first ⌊D / LANES⌋ · LANES >= LANES of the dimensions; x and out float32; rows_of T[C, S, D]; cells int64."""
-    return _typed(_dot, "rows x m rows_of cells k h out j", rows, x, m, rows_of, cells, k, h, out, j)
-
-
-def _dot(code: Code, rows: int) -> None:
     builder, kind, keys = code.builder, code.kind["rows_of"].dtype, range(DOT_KEYS)
     step, width = 4 * LANES, kind.bitwidth // 8 * LANES
     x, x_stride, cell_stride = code.address("x", code.value["m"]), code.stride("x", 0), code.stride("rows_of", 0)

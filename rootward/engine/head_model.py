@@ -28,9 +28,15 @@ TREE_ROOM = 256  # cells of a slot beyond its context
 class DraftHead(Slots, ABC):
     """A draft model whose rows of text need features of the target (`HeadModel`, `block_head_model.BlockHeadModel`).
 
-    head         a `Head` or a `BlockHead`
-    target       what the target is, whose tokenizer and end-of-text tokens are the head's
-    fingerprint  of its files; "": the name
+    head           a `Head` or a `BlockHead`
+    target         what the target is, whose tokenizer and end-of-text tokens are the head's
+    fingerprint    of its files; "": the name
+
+    num_marginals  of a block head: rows that a forward gives for each wanted row of text, of the tokens after it whatever lies between;
+                   there are no drafted rows then. 0: one, and drafted rows are asked for
+    reads          hidden states of the target that features are made of (`ports.LanguageModel.expose`)
+    window         positions of a text, its last one included, beyond which nothing changes the logits there; None: there is no such number
+    feature_size   numbers of a feature
     """
 
     def __init__(self, head: Any, target: ModelInfo, *, name: str, max_slots: int = 8, fingerprint: str = ""):
@@ -39,31 +45,11 @@ class DraftHead(Slots, ABC):
         super().__init__(size, target.vocab_size, f"{target.fingerprint}/{name}")
         self._kv = PagedCache(size, head.windows)
         self.info = replace(target, name=name, fingerprint=fingerprint or name)
-
-    @property
-    def num_marginals(self) -> int:
-        """Of a block head: rows that a forward gives for each wanted row of text, of the tokens after it whatever lies between; there are
-        no drafted rows then. 0: one, and drafted rows are asked for."""
-        depth: int = self.head.depth
-        return depth
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """Hidden states of the target that features are made of (`ports.LanguageModel.expose`)."""
-        states: tuple[int, ...] = self.head.states
-        return states
-
-    @property
-    def window(self) -> int | None:
-        """Positions of a text, its last one included, beyond which nothing changes the logits there; None: there is no such number."""
-        windows: tuple[int | None, ...] = self.head.windows
-        return windows[0] if len(windows) == 1 else None  # of several layers, each sees further than the one before it
-
-    @property
-    def feature_size(self) -> int:
-        """Numbers of a feature."""
-        size: int = self.head.hidden_size
-        return size
+        self.num_marginals: int = head.depth
+        self.reads: tuple[int, ...] = head.states
+        # Of several layers, each sees further than the one before it.
+        self.window: int | None = head.windows[0] if len(head.windows) == 1 else None
+        self.feature_size: int = head.hidden_size
 
     @torch.inference_mode()
     def fuse(self, states_NS: torch.Tensor) -> torch.Tensor:

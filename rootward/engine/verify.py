@@ -80,12 +80,10 @@ class Proposal(Protocol):
 
 
 class Decision(NamedTuple):
-    """The path to node `stop` is committed, then the token `bonus`. `expected`: closed-form block efficiency of the tree, free of coin
-    noise (under multi_step given the order of the siblings); 0 under match. `draws`: input of the audit of drafters; None under match."""
+    """The path to node `stop` is committed, then the token `bonus`. `draws`: input of the audit of drafters; None under match."""
 
     stop: int
     bonus: int
-    expected: float = 0.0
     draws: Draws | None = None
 
 
@@ -140,7 +138,7 @@ def _without_tree(rounds: Sequence[Proposal], scores_TV: torch.Tensor, _: LawFun
     coins = np.array([bonus_coin(r.key, r.epoch, r.length) for r in rounds])
     tokens = inverse_rows(probs_BV, coins)
     _require_mass(tokens + 1)
-    return [Decision(stop=0, bonus=token, expected=1.0) for token in tokens.tolist()]
+    return [Decision(stop=0, bonus=token) for token in tokens.tolist()]
 
 
 def _ratio_test(rounds: Sequence[Proposal], scores_TV: torch.Tensor, law: LawFunction) -> list[Decision]:
@@ -158,7 +156,7 @@ def _ratio_test(rounds: Sequence[Proposal], scores_TV: torch.Tensor, law: LawFun
         indices = [b for b, r in enumerate(rounds) if r.shared is shared]
         if indices:
             bonus[indices] = draw(probs_TV, laws, stop[indices], [at[b] for b in indices])
-    columns = (stop - forest.start[:-1]).tolist(), bonus.tolist(), laws.block_efficiency.tolist(), laws.draws()
+    columns = (stop - forest.start[:-1]).tolist(), bonus.tolist(), laws.draws()
     return [Decision(*values) for values in zip(*columns, strict=True)]
 
 
@@ -414,11 +412,6 @@ class ForestLaw:
     column: Ints
     drawn_from: Floats
     offered: Floats
-
-    @property
-    def block_efficiency(self) -> Floats:
-        """float64[B]: expected tokens of each round, the bonus token included: 1 + Σ stop · depth."""
-        return 1.0 + np.add.reduceat(self.stop * self.forest.depth, self.forest.start[:-1])
 
     def draws(self) -> list[Draws]:
         """The children of each tree that were drawn, as the audit of drafters takes them."""

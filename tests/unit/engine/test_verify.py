@@ -151,7 +151,7 @@ def assert_is_the_oracle(batch: Batch, tolerance: float, *, twist: bool) -> None
             stop = got.stop
             for name in () if twist else ("entry", "budget"):
                 np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=0, atol=50 * tolerance)
-            assert batch.law.block_efficiency[b] == pytest.approx(want.block_efficiency, abs=50 * tolerance)
+            assert got.block_efficiency == pytest.approx(want.block_efficiency, abs=50 * tolerance)
         np.testing.assert_allclose(stop, want.stop, rtol=0, atol=tolerance)
         used = want.stop > max(1e-6, 1e3 * tolerance)
         np.testing.assert_allclose(got.residual[used], want.residual[used], rtol=0, atol=tolerance / 1e-3)
@@ -468,7 +468,7 @@ def test_a_root_alone_stops_with_the_target(algorithm):
     root, none = TokenTree([0], [-1], [False]), np.zeros((2, 0), int)
     forest = Forest.of([root, root], [algorithm] * 2, order=np.zeros(2))
     law = forest_law(forest, none, none, np.zeros((2, 0)), [1.0, 1.0])
-    assert law.stop.tolist() == law.tail_scale.tolist() == law.block_efficiency.tolist() == [1.0, 1.0]
+    assert law.stop.tolist() == law.tail_scale.tolist() == [1.0, 1.0]
     assert stop_nodes(law, [0.9, 0.9]).tolist() == [0, 1]
 
 
@@ -485,7 +485,6 @@ def test_rounds_without_a_tree_are_decided_as_by_the_ratio_test(dtype):
     decided = decide(mine, scores)
     by_ratio = verify._ratio_test(mine, scores, forest_law)
     assert [(d.stop, d.bonus) for d in decided] == [(d.stop, d.bonus) for d in by_ratio]
-    assert {d.expected for d in decided} == {1.0}
 
 
 def test_a_broken_row_without_a_tree_is_refused():

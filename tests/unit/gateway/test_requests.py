@@ -83,7 +83,10 @@ async def test_a_seed_asks_for_shared_noise_unless_a_rule_is_named():
         (Speculation(rule=Rule.MATCH, strategy=DraftStrategy("best_first")), True),
         (Speculation(strategy=DraftStrategy("coupled")), True),
         (Speculation(law=DraftMode.TOP_K), True),
-        (Speculation(strategy=DraftStrategy("best_first")), False),  # by ratio tests, unless the verifier is set otherwise
+        (
+            Speculation(strategy=DraftStrategy("best_first")),
+            False,
+        ),  # by ratio tests, unless the verifier is set otherwise
         (Speculation(strategy=DraftStrategy("iid", (2, 2))), False),
         (Speculation(law=DraftMode.SAMPLED), False),
     ],
