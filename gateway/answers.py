@@ -57,7 +57,9 @@ class Answer:
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
-    prompt_in_choices: ClassVar[bool] = True  # vLLM's place of what is told of the prompt; else beside the choices
+    prompt_in_choices: ClassVar[bool] = (
+        True  # where vLLM has token ids and log-probabilities of the prompt; False: beside the choices
+    )
     typed_events: ClassVar[bool] = False  # events of the stream are named by their types, and no [DONE] ends them
 
     service: GatewayService
@@ -124,7 +126,7 @@ class Answer:
             spans = (*echo, *spans) if first else spans
         at = 0 if first else self._num_echoed[index] + delta.text_offset
         choices = self._chunk_choices(index, spans, delta.ending, text_at=at, first=first)
-        beside: list[Json] = [{} for _ in choices]  # the choice, in a chunk
+        beside: list[Json] = [{} for _ in choices]  # fields of each chunk beside its choice
         if first and choices:
             (choices if self.prompt_in_choices else beside)[0] |= self._of_prompt(index)
         tokens = [spans, *[()] * len(choices)]
@@ -184,12 +186,12 @@ class Answer:
     def _of_prompt(self, index: int) -> Json:
         """vLLM's `prompt_token_ids` and `prompt_logprobs`."""
         prompt = self.tally.prompts[index]
-        told: Json = {}
+        fields: Json = {}
         if self.body.return_token_ids:
-            told["prompt_token_ids"] = list(prompt)
+            fields["prompt_token_ids"] = list(prompt)
         if self.body.prompt_logprobs is not None:
-            told["prompt_logprobs"] = prompt_logprobs(self.tally.prompt_logprobs[index], prompt, self.names)
-        return told
+            fields["prompt_logprobs"] = prompt_logprobs(self.tally.prompt_logprobs[index], prompt, self.names)
+        return fields
 
     def _usage(self) -> Json:
         counts = self.tally.usage

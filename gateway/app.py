@@ -34,7 +34,7 @@ from gateway.tools import MARKS, CallFormat, Tools, call_format_of
 from rootward.errors import InvalidRequest, ServiceError, UnsupportedParameter
 
 PAGE = Path(__file__).parent / "page"
-GET_OR_HEAD = ["GET", "HEAD"]  # of what monitors look at
+GET_OR_HEAD = ["GET", "HEAD"]  # methods of routes that uptime monitors ask
 PAGE_HEADERS = {  # no sources but this server, no inline scripts
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",

@@ -67,7 +67,7 @@ class Cutoff:
             self._timer.reschedule(asyncio.get_running_loop().time())
 
     def lose(self, error: ServiceError) -> None:
-        """What is waited for now will not come: the waiting ends with this error. May be called from another task at any time."""
+        """End the present wait with this error, because its verifier is lost. May be called from another task at any time."""
         if self._timer is not None and not self._timer.expired() and not self.aborted:
             self._lost = error
             self._timer.reschedule(asyncio.get_running_loop().time())

@@ -25,8 +25,9 @@ LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})  # an addr
 
 
 def for_web_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """The application, whose answers scripts of web pages of these origins may read (CORS). The question of a browser whether it may ask
-    is answered before any other check, since it has neither key nor body."""
+    """The application, whose answers scripts of web pages of these origins may read (CORS).
+
+    A browser's preflight request is answered before any other check, since it has neither key nor body."""
     if not origins:
         return app
     return CORSMiddleware(
