@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from support.waits import Waits
 from rootward.core.living_tree import Snapshot
 from rootward.core.requests import Rule, Sampling
 from rootward.core.rng import Key
-from rootward.engine.verify import decide
+from rootward.engine.verify import ForestLaw, LawFunction, decide, forest_law
 from verifier_service.runner import Round
 
 VOCAB, ATOMS, MOST_CHOSEN = 24, 5, 13
@@ -40,10 +41,27 @@ def test_rounds_of_several_rules_are_decided_as_each_alone() -> None:
     for _ in range(6):
         mine = [rounds_of(rng, 1, rule, s) for rule, s in kinds]
         rounds = [replace(r, shared=bool(rng.integers(2))) for (r,), _ in mine]
-        together = decide(rounds, torch.cat([logits for _, logits in mine]))
-        alone = [decide([r], logits)[0] for r, (_, logits) in zip(rounds, mine, strict=True)]
+        lengths_together: list[float] = []
+        lengths_alone: list[float] = []
+        together = decide(rounds, torch.cat([logits for _, logits in mine]), law_with_lengths(lengths_together))
+        alone = [
+            decide([r], logits, law_with_lengths(lengths_alone))[0] for r, (_, logits) in zip(rounds, mine, strict=True)
+        ]
         assert [(d.stop, d.bonus) for d in together] == [(d.stop, d.bonus) for d in alone]
-        np.testing.assert_allclose([d.expected for d in together], [d.expected for d in alone], atol=1e-9)
+        by_ratio_tests = [r for r in rounds if r.rule is not Rule.MATCH and (r.shared or len(r.tree) > 1)]
+        assert len(lengths_together) == len(by_ratio_tests) > 4
+        np.testing.assert_allclose(lengths_together, lengths_alone, atol=1e-9)
+
+
+def law_with_lengths(lengths: list[float]) -> LawFunction:
+    """`forest_law`, which also appends the expected number of tokens of each of its rounds."""
+
+    def law(*arguments: Any) -> ForestLaw:
+        found = forest_law(*arguments)
+        lengths.extend(1.0 + np.add.reduceat(found.stop * found.forest.depth, found.forest.start[:-1]))
+        return found
+
+    return law
 
 
 @pytest.mark.parametrize(
