@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -45,6 +45,13 @@ MAX_REMEMBERED = 1024  # forms
 MAX_ANSWER = 1 << 20  # bytes
 
 
+class _Verdict(NamedTuple):
+    """fix: the change that a form needs, None if it compiles. until_s: time of the loop at which the form is checked again."""
+
+    fix: str | None
+    until_s: float = math.inf
+
+
 class _CheckFailed(Exception):
     """The child gave no answer; the message says what to change in the form, which is the likeliest cause."""
 
@@ -56,8 +63,7 @@ class GrammarCheck:
         self._tokenizer = tokenizer
         self._child: Process | None = None
         self._exclusive = asyncio.Lock()  # one form at a time
-        # Of forms that were checked: what to change, None if the form compiles, and the time of the loop until which that counts.
-        self._checked: dict[bytes, tuple[str | None, float]] = {}
+        self._verdicts: dict[bytes, _Verdict] = {}
 
     async def check(self, wanted: Structure, *, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         """InvalidGrammar for a form that does not compile within the limits. Unavailable if the child does not start."""
@@ -82,17 +88,17 @@ class GrammarCheck:
         key = blake2b(f"{wanted.form.value} {wanted.text}".encode(), digest_size=16).digest()
         async with self._exclusive:
             now_s = asyncio.get_running_loop().time
-            fix, until_s = self._checked.get(key, (None, -math.inf))
-            if until_s <= now_s():
+            verdict = self._verdicts.get(key)
+            if verdict is None or verdict.until_s <= now_s():
                 try:
-                    fix, until_s = await self._ask(wanted, vocabulary), math.inf
+                    verdict = _Verdict(await self._ask(wanted, vocabulary))
                 except _CheckFailed as error:
-                    fix, until_s = str(error), now_s() + FORGET_S
-                self._checked.pop(key, None)
-                self._checked[key] = fix, until_s
-                if len(self._checked) > MAX_REMEMBERED:
-                    del self._checked[next(iter(self._checked))]  # the oldest
-            return fix
+                    verdict = _Verdict(str(error), until_s=now_s() + FORGET_S)
+                self._verdicts.pop(key, None)
+                self._verdicts[key] = verdict
+                if len(self._verdicts) > MAX_REMEMBERED:
+                    del self._verdicts[next(iter(self._verdicts))]  # the oldest
+            return verdict.fix
 
     async def _ask(self, wanted: Structure, vocabulary: Mapping[str, object]) -> str | None:
         """The answer of the child. _CheckFailed if none comes in time, or if two children end without one: one may have been killed."""

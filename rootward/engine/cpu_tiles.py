@@ -217,26 +217,26 @@ def generated(names: str, *, sized: bool = False, returns: Any = types.void) -> 
     """Makes an intrinsic function of numba with these arguments of the function that generates its code. sized: the first argument is an
     integer that is known at compile time, and the generating function gets it, too."""
 
-    def made(generate: Callable[..., Any]) -> Any:
+    def decorate(generate: Callable[..., Any]) -> Any:
         @wraps(generate)
         def typed(context: Any, *kinds: Any) -> Any:
             if sized and not isinstance(kinds[0], types.IntegerLiteral):
                 return None
-            known = kinds[: int(sized)]
-            others = (types.intp if isinstance(kind, types.Integer) else kind for kind in kinds[len(known) :])
+            literals = kinds[: int(sized)]
+            others = (types.intp if isinstance(kind, types.Integer) else kind for kind in kinds[len(literals) :])
 
             def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Value]) -> Any:
-                numbers = (kind.literal_value for kind in known)
-                found = generate(Code(context, builder, signature, names, values), *numbers)
-                return context.get_dummy_value() if found is None else found
+                sizes = (kind.literal_value for kind in literals)
+                result = generate(Code(context, builder, signature, names, values), *sizes)
+                return context.get_dummy_value() if result is None else result
 
-            return returns(*known, *others), code
+            return returns(*literals, *others), code
 
         arguments = [Parameter(name, Parameter.POSITIONAL_ONLY) for name in ("context", *names.split())]
         typed.__signature__ = Signature(arguments)  # type: ignore[attr-defined]  # which numba reads
         return intrinsic(prefer_literal=sized)(typed)
 
-    return made
+    return decorate
 
 
 @generated("rows x n j weight g k num prefetched pace out m o", sized=True)

@@ -61,6 +61,15 @@ async def test_forms_beyond_the_static_limits_are_refused_without_a_child(check,
     assert check.owner._child is None
 
 
+async def refused_as_late(check, monkeypatch, text):
+    """A running compiler gets no time for this form."""
+    await check(Form.REGEX, "a")
+    monkeypatch.setattr(grammar_check, "COMPILE_S", 0.0)
+    with pytest.raises(InvalidGrammar, match="does not compile within 0 s"):
+        await check(Form.REGEX, text)
+    monkeypatch.undo()
+
+
 async def test_a_form_that_overflows_the_compiler_is_refused_and_the_next_one_is_served(check, monkeypatch):
     monkeypatch.setattr(grammar_check, "MAX_REFERENCES", 1 << 30)
     with pytest.raises(InvalidGrammar, match="overflows the compiler"):
@@ -89,16 +98,11 @@ async def test_a_form_is_not_blamed_for_a_compiler_that_is_killed(check, monkeyp
 
 
 async def test_a_form_whose_check_failed_is_checked_again_later(check, monkeypatch):
-    await check(Form.REGEX, "a")
-    monkeypatch.setattr(grammar_check, "COMPILE_S", 0.0)
+    await refused_as_late(check, monkeypatch, "b")
     with pytest.raises(InvalidGrammar, match="within 0 s"):
         await check(Form.REGEX, "b")
-    monkeypatch.undo()
-    with pytest.raises(InvalidGrammar, match="within 0 s"):
-        await check(Form.REGEX, "b")
-    (key,) = [key for key, (fix, _) in check.owner._checked.items() if fix]
-    fix, until_s = check.owner._checked[key]
-    check.owner._checked[key] = fix, until_s - grammar_check.FORGET_S
+    ((key, verdict),) = [(key, verdict) for key, verdict in check.owner._verdicts.items() if verdict.fix]
+    check.owner._verdicts[key] = verdict._replace(until_s=verdict.until_s - grammar_check.FORGET_S)
     await check(Form.REGEX, "b")
 
 
@@ -135,11 +139,7 @@ async def test_a_form_is_not_blamed_for_a_compiler_that_does_not_start(check, mo
 
 
 async def test_a_form_that_does_not_compile_in_time_is_refused(check, monkeypatch):
-    await check(Form.REGEX, "a")
-    monkeypatch.setattr(grammar_check, "COMPILE_S", 0.0)
-    with pytest.raises(InvalidGrammar, match="does not compile within 0 s"):
-        await check(Form.REGEX, "b")
-    monkeypatch.undo()
+    await refused_as_late(check, monkeypatch, "b")
     await check(Form.REGEX, "c")
 
 

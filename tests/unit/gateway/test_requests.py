@@ -92,7 +92,7 @@ async def test_a_seed_asks_for_shared_noise_unless_a_rule_is_named():
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_seed_that_the_text_does_not_follow_is_told(speculation, repeats, temperature):
+def test_a_seed_that_the_text_does_not_follow_gives_a_warning(speculation, repeats, temperature):
     wanted = GenerateRequest("a", seed=7, speculation=speculation, sampling=Sampling(temperature))
     plan = make_plan(wanted, (1,), MODEL)
     assert plan.warnings == (() if repeats or not temperature else ("seed_not_reproducible",))

@@ -77,7 +77,7 @@ def test_an_address_to_listen_on_is_a_host_and_a_port(setting, address):
         Settings.load(["--model", "m", f"--{setting.replace('_', '-')}", address])
 
 
-def test_what_need_not_listen_has_no_address():
+def test_an_optional_address_may_be_empty():
     fits = ["--model", "m", "--listen", "[::]:0"]
     assert Settings.load([*fits, "--admin-listen", ""]).admin_listen == ""
     assert Settings.load([*fits, "--admin-listen", "a:65535"]).admin_listen == "a:65535"
