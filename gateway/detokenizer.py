@@ -113,7 +113,11 @@ def _end_of(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> tu
         for size in range(_CONTEXT, _CONTEXT + _CUT + 1):
             text = decode(whole) if (whole := tokens[-size : len(tokens) - num_cut]) else ""
             if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
-                return list(tokens[-size:]), len(text)
+                window = list(tokens[-size:])
+                whole_text = decode(window).rstrip(
+                    REPLACEMENT
+                )  # a token may end one character and begin the one that is cut
+                return window, len(whole_text) if whole_text.startswith(text) else len(text)
     window = list(tokens[-_CONTEXT:])
     return window, len(decode(window).rstrip(REPLACEMENT))
 

@@ -1,7 +1,7 @@
 """Pieces given token by token are together the decoded text, whatever the tokens."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit.gateway.tokenizers_for_tests import byte_level, sentence_piece
 
@@ -23,6 +23,7 @@ def test_random_bytes_equal_the_full_decode(ids):
 
 
 @given(TEXTS, st.integers(0, 30))
+@example("0000\x80\x80\x80\x80 \u0900", 13)  # the prompt ends with a token of a blank and the first byte of a character
 @settings(max_examples=300, deadline=None)
 def test_text_behind_a_prompt(text, at):
     tokenizer = byte_level()
