@@ -6,7 +6,8 @@
 Verifier and gateway of both run at the same time, and each request goes to one and then to the other; which is first changes by turns. A
 machine whose speed changes from minute to minute (docs/log.md, lesson 6) changes both alike, so the ratio of each pair counts: its median,
 and the number of pairs in which this checkout is faster. Times are those between tokens, over HTTP, of one session at a time, alone on the
-machine or beside `--busy` processes that compute all the time.
+machine or beside `--busy` processes that compute all the time. With `--between`, that many requests at once come before each of them: what
+a verifier has learned from many sessions must not slow down one.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def speculation(mode: str, nodes: int) -> Any:
 async def serving(checkout: Path, given: argparse.Namespace) -> AsyncIterator[str]:
     """The URL of a gateway of this checkout, with a verifier behind it."""
     python, model = sys.executable, str(given.model.resolve())
-    flags = ["--model", model, "--num-threads", str(given.threads), "--max-num-seqs", "1"]
+    flags = ["--model", model, "--num-threads", str(given.threads)]
+    flags += ["--max-num-seqs", str(max(1, given.between))]
     if given.head is not None:
         flags += ["--local-draft", f"head:{given.head.resolve()}"]
     async with AsyncExitStack() as stack:
@@ -69,14 +71,19 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
             stack.enter_context(busy_process())
         series = [(mode, temperature) for temperature in given.temperatures for mode in given.modes]
         found: dict[tuple[str, float], list[list[float]]] = {key: [] for key in series}
-        prompts = prompts_of(given, given.pairs + 1)  # the first is a warm-up
-        for turn, prompt in enumerate(track(prompts, console=Console(stderr=True), description="pairs")):
+        prompts = prompts_of(given, given.between + given.pairs + 1)
+        others = tuple(prompts[: given.between])
+        measured = prompts[given.between :]  # the first is a warm-up
+        for turn, prompt in enumerate(track(measured, console=Console(stderr=True), description="pairs")):
             for mode, temperature in series:
                 times = [0.0, 0.0]
                 for side in (0, 1) if turn % 2 else (1, 0):
-                    body = {"speculation": speculation(mode, given.nodes), "cache_salt": mode}
-                    job = Job((prompt,), temperature, given.max_tokens, turn)
-                    run = await HttpEngine(mode, urls[side], "model", body).run(job)
+                    body = {"speculation": speculation(mode, given.nodes), "cache_salt": f"{mode} {turn}"}
+                    engine = HttpEngine(mode, urls[side], "model", body)
+                    if others:
+                        await engine.run(Job(others, temperature, given.max_tokens, turn))
+                        await asyncio.sleep(SETTLE_S)
+                    run = await engine.run(Job((prompt,), temperature, given.max_tokens, turn))
                     times[side] = 1e3 * (run.seconds - run.first_token_s) / (run.tokens - 1)
                     await asyncio.sleep(SETTLE_S)
                 if turn:
@@ -102,7 +109,7 @@ def main(argv: Sequence[str]) -> None:
     series = asyncio.run(measure(given))
     Console().print(table_of(series))
     if given.out is not None:
-        names = ("threads", "max_tokens", "nodes", "busy")
+        names = ("threads", "max_tokens", "nodes", "busy", "between")
         head = given.head.name if given.head is not None else None
         settings = {name: getattr(given, name) for name in names} | {"model": given.model.name, "head": head}
         save(given.out, {**settings, "series": series})
@@ -121,6 +128,7 @@ def parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, default=64, help="tokens of every answer (default 64)")
     add("--threads", type=int, default=2, help="CPU threads of the target (default 2)")
     add("--busy", type=int, default=0, help="processes beside them that compute all the time (default 0)")
+    add("--between", type=int, default=0, help="requests at once before each measured one (default 0)")
     add("--prompts", type=Path, help="JSON lines with `text`, or plain lines (default: built-in questions)")
     add("--out", type=Path, help="JSON result")
     found.set_defaults(prompt_tokens=0)  # as in benchmarks.peers: no passage before the question
