@@ -289,10 +289,9 @@ class EngineLoop:
                 session.features.add(chunk.first + size - chunk.num_features, *chunk.features)
             session.feed(size, chunk.prompt_logprobs)
             self.rounds.start_round_timer(session)
-        num_trees = max(1, sum(outcome.num_nodes > 0 for outcome in outcomes))
         for (number, _), launched, outcome in zip(plan.launches, rounds, outcomes, strict=True):
             if outcome.failure is None:
-                self._commit(self.running[number], launched, outcome, num_trees=num_trees)
+                self._commit(self.running[number], launched, outcome)
             else:
                 log.error("round_failed", request_id=self.running[number].request.request_id, exc_info=outcome.failure)
                 self.abort(self.running[number], outcome.failure)
@@ -303,17 +302,15 @@ class EngineLoop:
             self.rounds.controller.step_time.add(rows, seconds, plain=rows == len(rounds))
         self.rounds.plan()
 
-    def _commit(self, session: Session, launched: Round, outcome: Outcome, *, num_trees: int) -> None:
-        """Commit the verdict of a round to the session, its drafter, the statistics and the client's stream. num_trees: as in
-        `Rounds.ended`."""
+    def _commit(self, session: Session, launched: Round, outcome: Outcome) -> None:
+        """Commit the verdict of a round to the session, its drafter, the statistics and the client's stream."""
         if session.done:
             return  # cancelled while the step ran; nothing was emitted
         session.on(Event.COMMIT)
         if launched.drafter and outcome.draws is not None:
             self.audit.observe(launched.drafter, outcome.draws)
         draft_s = None if self.runner.catches_up else self.runner.draft_s
-        prefilled = bool(launched.fill)
-        missed = self.rounds.ended(session, outcome, num_trees=num_trees, prefilled=prefilled, draft_s=draft_s)
+        missed = self.rounds.ended(session, outcome, prefilled=bool(launched.fill), draft_s=draft_s)
         local = session.local
         is_local = local is not None and local.launched and outcome.num_nodes > 0
         drafter = local.name if local is not None and is_local else launched.drafter

@@ -206,29 +206,22 @@ class LocalDrafts:
 
 
 def learn(
-    session: Session,
-    num_nodes: int,
-    path: tuple[int, ...],
-    *,
-    draft_s: float | None,
-    load: int,
-    num_trees: int,
-    speed: float,
+    session: Session, num_nodes: int, path: tuple[int, ...], *, draft_s: float | None, load: int, speed: float
 ) -> None:
     """Learn from a committed round without a drafter's nodes, in which `num_nodes` nodes of a local tree were verified.
 
     draft_s: time of a draft head in the step, None if that is not to be learned from; load: sessions that share the step, each of which
-    looks its tree up; num_trees: trees in the step; speed: `StepTime.speed`."""
+    looks its tree up; speed: `StepTime.speed`."""
     for local in session.local_drafts:
         if local.opening is None and local.cap and local.tree is None and local.length == len(session.tokens):
             result = RoundResult(found_nothing=True)
         elif local is not session.local:
             result = RoundResult()
         elif local.opening is None:
-            result = RoundResult(num_nodes, num_nodes, path, load * local.seconds / speed, num_trees)
+            result = RoundResult(num_nodes, num_nodes, path, load * local.seconds / speed)
         else:
             target = local.cap if local.launched and num_nodes else 0
-            result = RoundResult(target, target, path, None if draft_s is None else draft_s / speed, num_trees)
+            result = RoundResult(target, target, path, None if draft_s is None else draft_s / speed)
         local.statistics.add(session.number, result)
 
 

@@ -187,16 +187,10 @@ class Rounds:
         self._idle_s += seconds
 
     def ended(
-        self,
-        session: Session,
-        outcome: Outcome,
-        *,
-        num_trees: int = 1,
-        prefilled: bool = False,
-        draft_s: float | None = 0.0,
+        self, session: Session, outcome: Outcome, *, prefilled: bool = False, draft_s: float | None = 0.0
     ) -> bool:
-        """Learn from a verdict. num_trees: trees of all sessions in the step, at least 1; prefilled: the forward of the round also held the
-        end of the session's prefill; draft_s: seconds of the draft head in the step, None if it took longer than usual.
+        """Learn from a verdict. prefilled: the forward of the round also held the end of the session's prefill; draft_s: seconds of the
+        draft head in the step, None if it took longer than usual.
 
         Returns whether the round waited for a tree in vain."""
         current = session.round
@@ -215,15 +209,7 @@ class Rounds:
         ready_at = self._idle_s if current.tree_ready_at is None else current.tree_ready_at
         wait_s = (ready_at - current.idle_mark_s) / speed
         if not drafted:
-            learn(
-                session,
-                outcome.num_nodes,
-                outcome.path,
-                draft_s=draft_s,
-                load=self.load,
-                num_trees=num_trees,
-                speed=speed,
-            )
+            learn(session, outcome.num_nodes, outcome.path, draft_s=draft_s, load=self.load, speed=speed)
         wait = None if current.had_prefill else wait_s
-        session.statistics.add(session.number, RoundResult(target, observed, path, wait, num_trees))
+        session.statistics.add(session.number, RoundResult(target, observed, path, wait))
         return current.stalled

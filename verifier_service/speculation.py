@@ -49,7 +49,6 @@ class RoundResult:
     observed_nodes  nodes of which the verdict tells whether they are accepted; a tree that was awaited in vain counts as rejected
     path            numbers of the accepted nodes, in draw order from 1
     wait            seconds that the engine stood idle for it, divided by `StepTime.speed`; None: not known
-    num_trees       trees of all sessions in its step
     found_nothing   it decoded plainly because a look-up found no continuation of the text
     """
 
@@ -57,7 +56,6 @@ class RoundResult:
     observed_nodes: int = 0
     path: tuple[int, ...] = ()
     wait: float | None = None
-    num_trees: int = 1
     found_nothing: bool = False
 
 
@@ -68,7 +66,7 @@ class Statistics:
         self._acceptance: list[Mean] = []  # of a node, by its number in draw order, from 0
         # By target_nodes: number of accepted nodes. Small trees are grown deep and large ones wide.
         self._accepted: defaultdict[int, Mean] = defaultdict(Mean)
-        self._wait: defaultdict[tuple[int, int], Mean] = defaultdict(Mean)  # by target_nodes and num_trees
+        self._wait: defaultdict[int, Mean] = defaultdict(Mean)  # by target_nodes
         self.num_rounds = 0  # with trees
         self._share_with_tree = Mean(1.0)  # share of rounds with a tree among those that might have one
         self.target_nodes = self.max_nodes = 0  # of rounds that begin now: waited for, and verified
@@ -108,21 +106,16 @@ class Statistics:
             by_size[nodes] = (known + PRIOR_ROUNDS * by_number[nodes]) / (mean.count + PRIOR_ROUNDS)
         return by_size
 
-    def draft_wait(self, nodes: int, num_trees: float = 1.0) -> float:
-        """Expected time that the engine stands idle for so many nodes in each of num_trees trees, in the unit of `RoundResult`.
+    def draft_wait(self, nodes: int) -> float:
+        """Expected time that the engine stands idle for so many nodes, in the unit of `RoundResult`.
 
-        Taken from the nearest numbers that were tried, on the assumption that half of its time grows with the nodes."""
+        Taken from the nearest size that was tried, on the assumption that half of its time grows with the nodes."""
         if not nodes or not self._wait:
             return 0.0
-        trees = _rounded(num_trees)
-        if (nodes, trees) in self._wait:
-            return self._wait[nodes, trees].value
-
-        def distance(tried: tuple[int, int]) -> float:
-            return abs(math.log(tried[0] / nodes)) + abs(math.log(tried[1] / trees))
-
-        tried = min(self._wait, key=distance)
-        return self._wait[tried].value * (1.0 + nodes * trees / math.prod(tried)) / 2
+        if nodes in self._wait:
+            return self._wait[nodes].value
+        tried = min(self._wait, key=lambda n: abs(math.log(n / nodes)))
+        return self._wait[tried].value * (1.0 + nodes / tried) / 2
 
     def expected_trees(self, sessions: int) -> float:
         """Expected number of trees in a step of so many sessions, given that it has any. All sessions pay for the time of the step, so the
@@ -160,7 +153,7 @@ class Statistics:
         for number, mean in enumerate(self._acceptance[:observed], 1):
             mean.add(number in path, MEMORY)
         if result.wait is not None:
-            self._wait[target, _rounded(result.num_trees)].add(result.wait, QUICK_MEMORY)
+            self._wait[target].add(result.wait, QUICK_MEMORY)
         if trial:
             self.trial_left -= 1
             if not self.trial_left:
@@ -259,9 +252,7 @@ class SpeculationController:
             num + other.expected_trees(num) * (other.present_tokens - 1) for other, num in others
         )
         other_rows = plain + sum(num + round(other.expected_trees(num) * other.present_nodes) for other, num in others)
-        other_wait = max(
-            (other.draft_wait(other.present_nodes, other.expected_trees(num)) for other, num in others), default=0.0
-        )
+        other_wait = max((other.draft_wait(other.present_nodes) for other, _ in others), default=0.0)
         others_plain = not any(other.active for other, _ in others)
         tokens = statistics.expected_tokens(allowed)
         step_s = {
@@ -269,7 +260,7 @@ class SpeculationController:
             for n in allowed
         }
         committed = {n: other_tokens + count + trees * (tokens[n] - 1) for n in allowed}
-        wait_s = {n: self.step_time.speed * max(other_wait, statistics.draft_wait(n, trees)) for n in allowed}
+        wait_s = {n: self.step_time.speed * max(other_wait, statistics.draft_wait(n)) for n in allowed}
         goodput = {n: committed[n] / (step_s[n] + wait_s[n]) for n in allowed}
         best = max(allowed[1:], key=goodput.__getitem__)
         alone_s = self.step_time.seconds(other_rows + count + best) + self.step_time.speed * statistics.draft_wait(best)
@@ -308,8 +299,3 @@ class SpeculationController:
         at, turn = bisect_left(SIZES, best), (num - first) // 4
         others = SIZES[min(at + 1, len(SIZES) - 1)], 0, SIZES[at - 1], coarse[turn % len(coarse)]
         return others[num % 4]
-
-
-def _rounded(num_trees: float) -> int:
-    """The nearest power of two: drafts of 6 and of 8 sessions take about as long, those of one and of 8 do not."""
-    return 1 << round(math.log2(num_trees))

@@ -120,15 +120,15 @@ def test_a_round_updates_the_statistics_of_the_draft_that_made_its_tree() -> Non
     for one in session.local_drafts:
         note(one)
     session.local_drafts[0].seconds = 0.001
-    learn(session, 3, (1, 2), draft_s=0.0, load=4, num_trees=2, speed=2.0)
-    assert seen == {"ngram": RoundResult(3, 3, (1, 2), 0.002, num_trees=2), "head": RoundResult()}
+    learn(session, 3, (1, 2), draft_s=0.0, load=4, speed=2.0)
+    assert seen == {"ngram": RoundResult(3, 3, (1, 2), 0.002), "head": RoundResult()}
 
 
 def test_a_look_up_that_finds_nothing_lowers_the_expected_number_of_trees() -> None:
     drafts, session = begun(NEW)
     assert taken(drafts, session, lookup=1.5) == "head"
     drafts.launch(session, None)
-    learn(session, 2, (1,), draft_s=0.001, load=1, num_trees=1, speed=1.0)
+    learn(session, 2, (1,), draft_s=0.001, load=1, speed=1.0)
     look_up, head = (one.statistics for one in session.local_drafts)
     assert look_up.expected_trees(8) == 1.0
     assert head.expected_trees(8) == 8.0

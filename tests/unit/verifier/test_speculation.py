@@ -82,18 +82,6 @@ def test_a_trial_of_a_slow_draft_does_not_begin_speculation() -> None:
     assert not one.active, "its wait is remembered"
 
 
-def test_waits_of_many_trees_are_not_taken_for_those_of_one() -> None:
-    controller = SpeculationController(StepTime(FLAT))
-    one = controller.of("text")
-    for _ in range(50):
-        one.add(1, RoundResult(3, 3, (1,), 0.016, num_trees=8))
-    assert one.draft_wait(3) == pytest.approx(0.016 * (1 + 1 / 8) / 2)
-    one.add(1, RoundResult(3, 3, (1,), 0.004))
-    assert one.draft_wait(3) == 0.004
-    assert one.draft_wait(5) == pytest.approx(0.004 * (1 + 5 / 3) / 2)
-    assert one.draft_wait(3, 7.0) == pytest.approx(0.016)
-
-
 def test_begins_again_when_the_draft_becomes_good() -> None:
     controller = SpeculationController(StepTime(FLAT))
     one = controller.of("text")
