@@ -8,17 +8,17 @@ from pydantic import Field, field_validator
 
 from rootward.core.requests import STRATEGIES, DraftStrategy
 from rootward.ports import DEFAULT_POOL
-from rootward.settings import ListenAddress, WorkerSettings
+from rootward.settings import DraftSpec, ListenAddress, TargetSpec, WorkerSettings
 
 
 class DrafterSettings(WorkerSettings):
     """Rootward drafter: grows token trees for verifiers with a small model, or without one."""
 
-    model: str = Field(
-        description="Hugging Face folder or hub name of the draft model, or tabular:vocab=…,seed=…; "
+    model: DraftSpec = Field(
+        description="Hugging Face folder or hub name of the draft model; demo, the shipped one; or tabular:vocab=…,seed=…; "
         "head:FOLDER, a draft head of the target; without a model: ngram:, recycling: or ngram+recycling:"
     )
-    target: str = Field(
+    target: TargetSpec = Field(
         "",
         description="folder or hub name of the target of a draft head, which the model then is: the target's embedding and output rows "
         "are read, and its tokenizer",
@@ -27,7 +27,7 @@ class DrafterSettings(WorkerSettings):
         "bfloat16",
         description="what verifiers send to a draft head: bfloat16, or int8 with a scale per position, half the bytes",
     )
-    target_tokenizer: str = Field(
+    target_tokenizer: TargetSpec = Field(
         "",
         description="folder or hub name of the target, for a draft model with another tokenizer: it then drafts the tokens "
         "that both have (default: the draft model has the target's tokenizer)",

@@ -15,6 +15,7 @@ from gateway.http_guard import RequestGuard, for_web_pages
 from gateway.models import Models
 from gateway.redis_store import Store, open_store
 from gateway.router import Upstreams
+from gateway.sampling_defaults import recommended_sampling
 from gateway.service import ABORT_S, GatewayService, loop_time
 from gateway.servicer import register
 from gateway.settings import GatewaySettings
@@ -104,6 +105,8 @@ async def _models(settings: GatewaySettings, store: Store, registry: Registry | 
             add_special_tokens=settings.add_special_tokens,
             special_tokens_in_messages=settings.special_tokens_in_messages,
         )
+        recommends = settings.http_sampling_defaults == "model"
+        sampling = await asyncio.to_thread(recommended_sampling, served.model) if recommends else None
         sources = await stack.enter_async_context(open_sources(served.sources, "verifier", registry=registry))
         service = GatewayService(
             tokenizer,
@@ -118,6 +121,7 @@ async def _models(settings: GatewaySettings, store: Store, registry: Registry | 
             served_model=served.name,
             watching=watching,
             beside_others=several,
+            http_sampling=sampling,
         )
         services.append(await stack.enter_async_context(service))
     return Models(services, by_model=bool(settings.models))

@@ -77,7 +77,8 @@ def build_app(
 
     def requested(request: Request, body: schemas.GenerationBody) -> GenerateRequest:
         """The request to the service, under the client's id or a new one."""
-        wanted = body.request({**request.headers, "x-request-id": request_id_of(request.headers)})
+        headers = {**request.headers, "x-request-id": request_id_of(request.headers)}
+        wanted = body.request(headers, models.of(body.model).http_sampling)
         check_name("request_id", wanted.request_id)
         return wanted
 

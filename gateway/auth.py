@@ -36,6 +36,7 @@ from rootward.clock import Clock, SystemClock
 from rootward.errors import ConfigurationError, PermissionDenied, ServiceError, Unauthenticated
 from rootward.file_watch import WatchedFiles
 from rootward.keys import digest
+from rootward.wire.auth import RefusalLog
 from rootward.wire.status import Context
 
 log = structlog.get_logger()
@@ -196,6 +197,7 @@ class Access:
 
     def __init__(self, keys: Keys | None, models: Collection[str], *, local: bool = False):
         self._keys, self._models, self._local = keys, models, local
+        self._refusals = RefusalLog()
 
     def check_rpc(self, method: str, context: Context) -> None:
         """`rootward.wire.auth.Check` of the gRPC server."""
@@ -219,7 +221,7 @@ class Access:
                     _CALLER.set(self._admit(keys, needed, headers.get("authorization")))
                 except ServiceError as error:
                     peer = ":".join(map(str, scope.get("client") or ()))
-                    log.warning("call_refused", path=scope["path"], peer=peer, reason=error.reason, error=str(error))
+                    self._refusals.note(error, scope["path"], peer)
                     await error_response(error, id_header(headers))(scope, receive, send)
                     return
             await app(scope, receive, send)

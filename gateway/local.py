@@ -27,9 +27,11 @@ from rootward.addresses import reserved_port, split_host_port
 from rootward.client import AsyncClient
 from rootward.demo import draft_named, paths, smollm2, smollm2_head
 from rootward.engine.gguf_files import local_model
-from rootward.errors import APIError, AuthenticationError, ConfigurationError
+from rootward.errors import ConfigurationError, RootwardError
+from rootward.guard import Guard
 from rootward.host import available_cores, threads_of_drafters
 from rootward.telemetry import configure_logging
+from rootward.wire.clients import RemoteVerifier
 from rootward.wire.http_server import bind
 from rootward.wire.process import announce, run_service
 
@@ -95,11 +97,11 @@ class Child:
         """The id of the running process; 0 while there is none."""
         return self._process.pid if self._process is not None and self._process.returncode is None else 0
 
-    async def run(self) -> None:
-        """Start it again whenever it ends. ConfigurationError with its exit code when it does not start."""
+    async def run(self, guard: Guard | None = None) -> None:
+        """Start it again whenever it ends. ConfigurationError with its exit code when it does not start. guard: is told of its process."""
         failed = 0
         while not self._stopping:
-            served = await self._once()
+            served = await self._once(guard)
             failed = 0 if served else failed + 1
             if self._stopping:
                 return
@@ -110,7 +112,7 @@ class Child:
             log.warning("process_restarts", process=self.role, exit_code=code)
             await asyncio.sleep(RESTART_AFTER_S)
 
-    async def _once(self) -> bool:
+    async def _once(self, guard: Guard | None) -> bool:
         """Run the process to its end. Returns whether it served."""
         self._process = process = await asyncio.create_subprocess_exec(
             *self.command,
@@ -119,6 +121,8 @@ class Child:
             start_new_session=True,  # Ctrl-C in a terminal reaches only this process, which stops the others in order
         )
         assert process.stdout is not None
+        if guard is not None:
+            guard.started(process.pid)
         if self._stopping:  # since it began to start, and there was no process to tell
             self.kill()
         served = False
@@ -132,6 +136,8 @@ class Child:
         finally:
             self.ready.clear()
             await process.wait()
+            if guard is not None:
+                guard.ended(process.pid)
         return served
 
     async def stop(self, grace_s: float) -> None:
@@ -160,16 +166,15 @@ class Child:
 class Deployment:
     """The processes of a deployment. Addresses are host:port.
 
-    ports: those that the gateway will listen on, by their flags. admin: HTTP address of its probes; "" without TLS, with which its own
-    ports may ask for a certificate.
+    settings: those of the gateway. admin: HTTP address of its probes; "" without TLS, with which its own ports may ask for a certificate.
     """
 
     gateway: Child
     verifier: Child
+    settings: GatewaySettings
     drafters: list[Child] = field(default_factory=list)
     redis: Child | None = None
     runs: list[asyncio.Task[None]] = field(default_factory=list)
-    ports: dict[str, str] = field(default_factory=dict)
     admin: str = ""
 
     @property
@@ -217,8 +222,9 @@ async def serve_all(settings: LocalSettings, *, log_to: int | None = None) -> As
     """
     with tempfile.TemporaryDirectory(prefix="rootward-") as folder, ExitStack() as reserved:
         deployment = _deployment(settings, folder, reserved=reserved, log_to=log_to)
+        guard = reserved.enter_context(Guard())
         try:
-            await _started(deployment, settings)
+            await _started(deployment, settings, guard)
             yield deployment
             gateway, *others = deployment.children
             await gateway.stop(settings.shutdown_timeout_s)  # first, so that running requests end
@@ -316,8 +322,8 @@ def _deployment(settings: LocalSettings, folder: str, *, reserved: ExitStack, lo
     deployment = Deployment(
         gateway,
         service("verifier_service", of_verifier, settings.verifier_flags),
+        effective,
         [drafter(address) for address in drafters],
-        ports={"--listen": effective.listen, "--http-listen": effective.http_listen},
         admin=admin if effective.public_tls else "",
     )
     if not settings.redis_url:
@@ -326,14 +332,14 @@ def _deployment(settings: LocalSettings, folder: str, *, reserved: ExitStack, lo
     return deployment
 
 
-async def _started(deployment: Deployment, settings: LocalSettings) -> None:
+async def _started(deployment: Deployment, settings: LocalSettings, guard: Guard) -> None:
     """Start Redis, which the gateway needs at once, then the other processes; wait until they have found each other."""
-    for flag, address in deployment.ports.items():  # the gateway would find out after the models were loaded
-        bind(address, flag).close()
+    bind(deployment.settings.listen, "--listen").close()  # the gateway would find out after the models were loaded
+    bind(deployment.settings.http_listen, "--http-listen").close()
     try:
         async with asyncio.timeout(settings.start_timeout_s):
             for wave in ([deployment.redis] if deployment.redis else [], deployment.services):
-                deployment.runs += [asyncio.create_task(child.run(), name=child.role) for child in wave]
+                deployment.runs += [asyncio.create_task(child.run(guard), name=child.role) for child in wave]
                 await deployment.unless_failed([child.ready for child in wave])
             await _connected(deployment)
     except TimeoutError:
@@ -348,25 +354,30 @@ async def _started(deployment: Deployment, settings: LocalSettings) -> None:
 async def _connected(deployment: Deployment) -> None:
     """Wait until the gateway has found the verifier, and the verifier its drafters, for these `DRAFTERS_WAIT_S` at most."""
     deadline = asyncio.get_running_loop().time() + DRAFTERS_WAIT_S
-    if deployment.admin:
-        while not await asyncio.to_thread(_has_verifier, f"http://{deployment.admin}"):
-            await asyncio.sleep(ASK_EVERY_S)
-        return
-    async with AsyncClient(deployment.address, timeout=ASK_TIMEOUT_S, max_retries=0) as client:
+    settings, wanted = deployment.settings, len(deployment.drafters)
+    # A gateway with keys or certificates tells its readiness alone to a client that has none.
+    is_open = settings.api_keys is None and settings.public_tls is None
+    async with (
+        AsyncClient(deployment.address, timeout=ASK_TIMEOUT_S, max_retries=0) as client,
+        RemoteVerifier(deployment.verifier.address, tls=settings.client_tls, rpc_timeout_s=ASK_TIMEOUT_S) as verifier,
+    ):
+
+        async def drafters() -> int | None:
+            """Their number at the verifier that the gateway has found; None before that."""
+            if is_open:
+                info = await client.server_info()
+                return len(info.drafters) if any(worker.ready for worker in info.verifiers) else None
+            url = f"http://{deployment.admin}" if deployment.admin else deployment.url
+            return len((await verifier.get_info()).drafters) if await asyncio.to_thread(_has_verifier, url) else None
+
         while True:
-            with suppress(APIError):
-                try:
-                    info = await client.server_info()
-                except AuthenticationError:  # without a key a gateway tells its readiness alone
-                    if await asyncio.to_thread(_has_verifier, deployment.url):
-                        return
-                    raise
-                if any(worker.ready for worker in info.verifiers):
-                    if len(info.drafters) >= len(deployment.drafters):
-                        return
-                    if asyncio.get_running_loop().time() > deadline:
-                        log.warning("drafters_missing", wanted=len(deployment.drafters), found=len(info.drafters))
-                        return
+            with suppress(RootwardError):
+                found = await drafters()
+                if found is not None and found >= wanted:
+                    return
+                if found is not None and asyncio.get_running_loop().time() > deadline:
+                    log.warning("drafters_missing", wanted=wanted, found=found)
+                    return
             await asyncio.sleep(ASK_EVERY_S)
 
 

@@ -295,7 +295,7 @@ class ResponseRequest(CommonFields):
         named = NamedFunction(name=choice.name) if choice.type == "function" else None
         return ChatRequest(
             messages=messages,
-            **{name: getattr(self, name) for name in CommonFields.model_fields},
+            **{name: getattr(self, name) for name in CommonFields.model_fields if name in self.model_fields_set},
             max_completion_tokens=self.max_output_tokens,
             response_format=self.text.format.response_format,
             tools=[Tool(type="function", function=tool) for tool in self.tools],

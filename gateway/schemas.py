@@ -29,6 +29,7 @@ from pydantic_core import PydanticCustomError
 from gateway.auth import tenant
 from gateway.planning import refusing
 from gateway.requests import Chat, GenerateRequest, Resume, speculation_of
+from gateway.sampling_defaults import RECOMMENDED
 from gateway.tools import CallFormat, Tools, forced_schema, grammar_of_choice
 from rootward.core.requests import (
     MAX_BIASES,
@@ -537,8 +538,10 @@ class GenerationBody(CommonFields):
         """`max_tokens` under either of its names."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
-    def request(self, headers: Mapping[str, str]) -> GenerateRequest:
-        """The request to the service. InvalidRequest names the field that cannot be served."""
+    def request(self, headers: Mapping[str, str], defaults: Sampling | None = None) -> GenerateRequest:
+        """The request to the service. defaults: of sampling parameters that are not given (None: OpenAI's).
+
+        InvalidRequest names the field that cannot be served."""
         fix = "is no number of milliseconds above 0"
         timeout_ms = _header_number(headers, "x-request-timeout-ms", least=1, fix=fix)
         offset = _header_number(headers, "last-event-id", least=0, fix="is no id of an event of this server")
@@ -548,7 +551,7 @@ class GenerationBody(CommonFields):
                 request_id=self.request_id or headers.get("x-request-id", ""),
                 model=self.model,
                 n=self.n,
-                sampling=self._sampling(),
+                sampling=self._sampling(defaults or Sampling()),
                 stop=tuple(self.stop),
                 stop_token_ids=tuple(self.stop_token_ids),
                 include_stop=self.include_stop_str_in_output,
@@ -577,13 +580,13 @@ class GenerationBody(CommonFields):
         """`prompt` and the other fields of `GenerateRequest` whose names or defaults differ between endpoints."""
         raise NotImplementedError
 
-    def _sampling(self) -> Sampling:
-        return Sampling(
-            temperature=self.temperature,
-            top_k=max(0, self.top_k),  # vLLM writes "all" as -1
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
+    def _sampling(self, defaults: Sampling) -> Sampling:
+        given = {name: getattr(self, name) for name in RECOMMENDED if name in self.model_fields_set}
+        if "top_k" in given:
+            given["top_k"] = max(0, self.top_k)  # vLLM writes "all" as -1
+        return replace(
+            defaults,
+            **given,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=tuple((int(token), bias) for token, bias in self.logit_bias.items()),

@@ -30,7 +30,7 @@ from gateway.settings import GatewaySettings
 from gateway.tokenizer import CHARACTERS_PER_TOKEN, INLINE_CHARACTERS, Tokenizer, TokenizerPool, texts_in
 from gateway.watching import WatchedRequest, Watching
 from rootward.client.types import Timing, Usage
-from rootward.core.requests import FinishReason, SpeculationStats, check_ids
+from rootward.core.requests import FinishReason, Sampling, SpeculationStats, check_ids
 from rootward.errors import ContextLengthExceeded, InvalidRequest, ServiceError, Unavailable
 from rootward.metrics import Gauges
 from rootward.ports import Lease, ModelInfo
@@ -59,12 +59,14 @@ class GatewayService:
         served_model: str,
         watching: Watching | None = None,
         beside_others: bool = False,
+        http_sampling: Sampling | None = None,
         lease_s: float = LEASE_S,
     ):
         """store: closed by the caller. watching: shared by the models of a gateway. beside_others: request ids are shared with services of
-        other models, and a resumed request must name the model that it began with. lease_s: of a running request, unless renewed."""
+        other models, and a resumed request must name the model that it began with. http_sampling: for HTTP requests that give
+        none (default: OpenAI's). lease_s: of a running request, unless renewed."""
         self.tokenizer, self.upstreams, self.served_model = tokenizer, upstreams, served_model
-        self.settings = settings
+        self.settings, self.http_sampling = settings, http_sampling or Sampling()
         self.admission = Admission(
             max_num_seqs=self.settings.max_num_seqs,
             max_num_queued_reqs=self.settings.max_num_queued_reqs,

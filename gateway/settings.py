@@ -14,7 +14,14 @@ from gateway.stored_responses import LIFETIME_S, MAX_BYTES, MAX_RESPONSES
 from gateway.tools import CallFormat
 from rootward.addresses import is_loopback
 from rootward.discovery.sources import Source, SourceList, parse_sources
-from rootward.settings import CommaSeparated, ListenAddress, OptionalListenAddress, ProcessSettings, ServiceSettings
+from rootward.settings import (
+    CommaSeparated,
+    ListenAddress,
+    OptionalListenAddress,
+    ProcessSettings,
+    ServiceSettings,
+    TargetSpec,
+)
 from rootward.wire.channel import MAX_REQUEST_BYTES
 from rootward.wire.tls import Certificates, ServerTls
 
@@ -26,7 +33,7 @@ class ServedModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str = Field(min_length=1, description="folder or hub name of the target model, for its tokenizer")
+    model: TargetSpec = Field(min_length=1, description="folder or hub name of the target model, for its tokenizer")
     verifiers: SourceList = Field(min_length=1, description="as the setting of this name")
     served_model_name: str = Field("", description="name clients use (default: the last part of model)")
     tool_call_format: ToolCallFormat = Field("auto", description="in place of the setting of this name")
@@ -45,7 +52,9 @@ class ServedModel(BaseModel):
 class GatewaySettings(ProcessSettings):
     """Rootward gateway: serves clients over gRPC and OpenAI-compatible HTTP, in front of one or more verifiers."""
 
-    model: str = Field("", description="folder or hub name of the target model, for its tokenizer; or tabular:…")
+    model: TargetSpec = Field(
+        "", description="folder or hub name of the target model, for its tokenizer; demo, the shipped one; or tabular:…"
+    )
     verifiers: SourceList = Field(
         default=["127.0.0.1:50052"],
         min_length=1,
@@ -79,6 +88,11 @@ class GatewaySettings(ProcessSettings):
     add_special_tokens: bool = Field(False, description="put the tokenizer's special tokens around text prompts")
     special_tokens_in_messages: bool = Field(
         False, description="texts of special tokens in messages become control tokens (default: they stay text)"
+    )
+    http_sampling_defaults: Literal["openai", "model"] = Field(
+        "openai",
+        description="temperature, top_p, top_k, min_p and repetition_penalty of HTTP requests that give none: OpenAI's, or those of the "
+        "model's generation_config.json, as vLLM takes them",
     )
     reasoning_content: bool = Field(
         False,

@@ -33,6 +33,11 @@ def thread_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
+def environment_without(beginnings: tuple[str, ...]) -> dict[str, str]:
+    """The environment without the variables whose names begin like this. Settings are read from names in either case."""
+    return {name: value for name, value in os.environ.items() if not name.upper().startswith(beginnings)}
+
+
 def as_rank(index: int, size: int, *, per_node: int) -> None:
     """Make this process look like one that torchrun has started: transformers looks there for the GPU to use."""
     local = {"LOCAL_RANK": str(index % per_node), "LOCAL_WORLD_SIZE": str(per_node)}

@@ -27,6 +27,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from rootward.demo import draft_named, target_named
 from rootward.errors import ConfigurationError
 from rootward.redis_client import KEY_PREFIX
 from rootward.wire.tls import Certificates, ClientTls, ServerTls
@@ -53,6 +54,8 @@ def _listen_address(value: str) -> str:
 
 
 ListenAddress = Annotated[str, AfterValidator(_listen_address)]
+TargetSpec = Annotated[str, AfterValidator(target_named)]  # a model that the name demo may stand for
+DraftSpec = Annotated[str, AfterValidator(draft_named)]
 OptionalListenAddress = Annotated[str, AfterValidator(lambda value: value and _listen_address(value))]
 
 

@@ -55,7 +55,7 @@ def draw_pool(target: LlamaForCausalLM, windows: Windows, budget: Budget, num_th
         while (done := budget.progress()) < 1 or not rows:
             prompts = [windows.next(POOL_BATCH, POOL_PROMPT)[:, :POOL_PROMPT] for _ in range(num_threads)]
             rows += threads.map(draw_one, prompts, range(len(rows), len(rows) + num_threads))
-            progress.step(done, 0.0)
+            progress.step(done)
     progress.close()
     return torch.cat(rows)
 

@@ -22,15 +22,19 @@ class Progress:
         self._steps, self.training, self.held_out = steps, training, held_out
         self._running = training[-1][1] if training else 0.0
 
-    def step(self, done: float, loss: float) -> None:
-        """Note one training step at this fraction of the phase."""
+    def step(self, done: float, loss: float | None = None) -> None:
+        """Note one step at this fraction of the phase. loss: None where nothing is trained."""
+        if loss is not None:
+            self._trained(loss)
+        self._bar.update(min(1000, int(done * 1000)) - self._bar.n)
+
+    def _trained(self, loss: float) -> None:
         self._steps += 1
         self._running = loss if not self._running else 0.98 * self._running + 0.02 * loss
         if self._steps % 20 == 0:
             self.training.append((self._steps, self._running))
             last = f"{self.held_out[-1][1]:.3f}" if self.held_out else "-"
             self._bar.set_postfix_str(f"step {self._steps} loss {self._running:.3f} held-out {last}", refresh=False)
-        self._bar.update(min(1000, int(done * 1000)) - self._bar.n)
 
     def evaluated(self, step: int, loss: float) -> None:
         """Note the held-out loss at a step."""

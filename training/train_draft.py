@@ -127,7 +127,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="rootward train-draft", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("target", type=Path, help="folder of the target (Hugging Face format)")
+    parser.add_argument(
+        "target",
+        type=lambda name: Path(demo.target_named(name)),
+        help="folder of the target (Hugging Face format), or demo: the shipped one",
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the head")
     parser.add_argument("--work", type=Path, default=None, help="folder of text and checkpoints; default OUT/work")
     parser.add_argument("--tokens", type=count, default=1_000_000, help="tokens of text to sample")
@@ -261,7 +265,7 @@ def sample(
         fresh = sum(len(chat.ids) for chat in waiting)
         share = sampler.progress if answers_only else max(budget.progress(), (present + fresh) / num_tokens)
         done = share >= 1
-        progress.step(min(1.0, share), 0.0)
+        progress.step(min(1.0, share))
         if fresh >= CHUNK_TOKENS or (waiting and done):
             flush()
             present += fresh

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from rootward.core.requests import DraftMode, Speculation
 from rootward.discovery.sources import SourceList
-from rootward.settings import CommaSeparated, ListenAddress, WorkerSettings
+from rootward.settings import CommaSeparated, ListenAddress, TargetSpec, WorkerSettings
 
 MAX_NODES = 240  # of one session at a drafter, growth ahead included: it refuses more
 MAX_AHEAD = 192  # of them for the rounds after the next, and the default
@@ -41,7 +41,9 @@ class Shape:
 class VerifierSettings(WorkerSettings):
     """Rootward verifier: runs the target model and owns every committed token."""
 
-    model: str = Field(description="Hugging Face folder or hub name of the target model, or tabular:vocab=…,seed=…")
+    model: TargetSpec = Field(
+        description="Hugging Face folder or hub name of the target model; demo, the shipped one; or tabular:vocab=…,seed=…"
+    )
     listen: ListenAddress = Field("127.0.0.1:50052", description="gRPC address; port 0 takes a free one")
     metrics_compat: Literal["none", "vllm"] = Field(
         "none", description="export metrics of the same meaning under vLLM's names as well"

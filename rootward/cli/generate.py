@@ -50,8 +50,8 @@ def generate(
     stop: Stop = None,
     min_tokens: Annotated[int, typer.Option(help="Minimum number of tokens before the text may end.")] = 0,
     json_schema: Annotated[
-        Path | None,
-        typer.Option(help="File with a JSON schema that the text must follow; - reads standard input."),
+        str | None,
+        typer.Option(metavar="FILE", help="File with a JSON schema that the text must follow; - reads standard input."),
     ] = None,
     regex: Annotated[str | None, typer.Option(help="Regular expression that the whole text must match.")] = None,
     logprobs: Annotated[
@@ -72,8 +72,7 @@ def generate(
     """
     if logprobs is not None and output is OutputFormat.text:
         raise typer.BadParameter("needs --output json", param_hint="--logprobs")
-    schema = None if json_schema is None else str(json_schema)
-    if prompt == schema == "-":
+    if prompt == json_schema == "-":
         raise typer.BadParameter(
             "- is standard input, which is the prompt already; name a file", param_hint="--json-schema"
         )
@@ -90,7 +89,7 @@ def generate(
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         min_tokens=min_tokens,
-        json_schema=_read(schema) if schema else None,
+        json_schema=None if json_schema is None else _read(json_schema),
         regex=regex,
         logprobs=logprobs,
     )
@@ -123,6 +122,10 @@ def _read(name: str) -> str:
     """The text of a file. ValueError, naming the option, if it is none."""
     if name == "-":
         return sys.stdin.read()
+    if not name.strip():
+        raise ValueError(
+            f"--json-schema: {name!r} names no file; name a file with a JSON schema, or - for standard input"
+        )
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -21,10 +21,13 @@ from typer.core import TyperCommand
 
 from rootward.cli.bench_serve import bench_serve
 from rootward.errors import ConfigurationError
+from rootward.guard import Guard
+from rootward.host import environment_without
 
 OWN_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # parsed by the module
 READY = " all listening on "  # in the line that `serve all` prints when all services are ready
 STOP_TIMEOUT_S = 30.0
+OF_CALLERS = ("ROOTWARD_API_KEYS", "ROOTWARD_PUBLIC_TLS_", "ROOTWARD_TLS_")  # variables: who may call services
 PACKAGE_OF_EXTRA = {
     "gateway": "orjson",
     "worker": "torch",
@@ -117,14 +120,17 @@ def require_names(**models: str) -> None:
 def services_running(
     flags: Sequence[str], *, start_timeout_s: float, stderr: IO[Any] | None = None
 ) -> Iterator[list[str]]:
-    """Runs `serve all` on free ports of this machine until the end of the block. Returns the lines that it printed up to its address.
+    """Runs `serve all` on free ports of this machine until the end of the block, without API keys and certificates. Returns the lines that
+    it printed up to its address.
 
     ConfigurationError with the exit code of the process if it does not start. SIGTERM leaves the block by SystemExit.
     """
     own = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--log-level", "warning"]
     command = command_of("all", [*own, "--start-timeout-s", str(start_timeout_s), *flags])
-    with _exit_on_sigterm():
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    with _exit_on_sigterm(), Guard() as guard:
+        environment = environment_without(OF_CALLERS)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True)
+        guard.started(process.pid)
         try:
             lines: list[str] = []
             while not lines or READY not in lines[-1]:
@@ -141,6 +147,7 @@ def services_running(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            guard.ended(process.pid)
 
 
 @contextmanager

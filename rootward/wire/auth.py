@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 
+from rootward.clock import Clock, SystemClock
 from rootward.errors import InvalidRequest, Overloaded, PermissionDenied, ServiceError
 from rootward.wire.status import Context, abort
 
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 HEALTH = "/grpc.health.v1.Health/"
 MAX_HEALTH_CALLS = 1024  # at one time: strangers may make them, and a watch does not end
 MESSAGE_TIMEOUT_S = 60.0  # for a request message to arrive
+MAX_REFUSALS, REFUSALS_S = 60, 60.0  # lines of the log for refused calls of each reason, in this time
+MAX_PATH = 256  # characters of a path in the log
 SAN = "x509_subject_alternative_name"
 
 Check = Callable[[str, Context], None]  # (method, context); raises ServiceError to refuse
@@ -57,12 +60,34 @@ class BytesInFlight:
             self.held -= taken
 
 
+class RefusalLog:
+    """Logs refused calls: at most `MAX_REFUSALS` a minute for each reason, since strangers cause them. The first line of another minute has
+    the number of those left out."""
+
+    def __init__(self, clock: Clock | None = None):
+        self._clock = clock or SystemClock()
+        self._counts: dict[str, tuple[float, int]] = {}  # by reason: when its minute began, and calls since
+
+    def note(self, error: ServiceError, path: str, peer: str) -> None:
+        """`path` and `peer` are of the call."""
+        now, num_left_out = self._clock.now(), 0
+        began, count = self._counts.get(error.reason, (now, 0))
+        if now - began >= REFUSALS_S:
+            num_left_out = max(0, count - MAX_REFUSALS)
+            began, count = now, 0
+        self._counts[error.reason] = began, count + 1
+        if count < MAX_REFUSALS:  # without credentials
+            about = {"path": path[:MAX_PATH], "peer": peer, "reason": error.reason, "error": str(error)}
+            log.warning("call_refused", extra={**about, "num_left_out": num_left_out})
+
+
 class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # as above
     """Runs `checks` in the task of every call. limits: prefix of a method's path -> most bytes of its request message."""
 
     def __init__(self, checks: tuple[Check, ...], limits: Mapping[str, int], in_flight: BytesInFlight):
         self._checks = checks
         self._health_checks = (at_most(MAX_HEALTH_CALLS),)
+        self._refusals = RefusalLog()
         self._limits = limits
         self._in_flight = in_flight
 
@@ -77,7 +102,7 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # as abo
             return None
         checks = self._health_checks if method.startswith(HEALTH) else self._checks
         limit = next((limit for prefix, limit in self._limits.items() if method.startswith(prefix)), None)
-        return _guarded(method, handler, checks, limit, self._in_flight)
+        return _guarded(method, handler, checks, limit, self._in_flight, self._refusals)
 
 
 def at_most(limit: int) -> Check:
@@ -114,7 +139,12 @@ def peers_only(identities: tuple[str, ...]) -> Check:
 
 
 def _guarded(
-    method: str, handler: Handler, checks: tuple[Check, ...], limit: int | None, in_flight: BytesInFlight
+    method: str,
+    handler: Handler,
+    checks: tuple[Check, ...],
+    limit: int | None,
+    in_flight: BytesInFlight,
+    refusals: RefusalLog,
 ) -> Handler:
     """The handler behind the checks, which reads its request message itself. Handlers may yield or write to the context."""
     kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
@@ -127,8 +157,7 @@ def _guarded(
                 check(method, context)
             return messages if handler.request_streaming else await _request(handler, messages, limit, take)
         except ServiceError as error:
-            extra = {"path": method, "peer": context.peer(), "reason": error.reason, "error": str(error)}
-            log.warning("call_refused", extra=extra)  # without credentials
+            refusals.note(error, method, context.peer())
             await abort(context, error)
 
     async def answer(messages: AsyncIterator[Any], context: Context) -> Any:

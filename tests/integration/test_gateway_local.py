@@ -150,7 +150,7 @@ async def test_a_stop_is_clean_and_complete():
             assert lines[-1], "it ended before it was ready"
         assert [line.split()[1] for line in lines] == ["redis", "drafter", "verifier", "gateway", "all"]
         children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
-        assert len(children.split()) == 4
+        assert len(children.split()) == 5  # and the guard
         process.terminate()
         assert process.wait(30) == 0
         wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children.split()), what="the processes")
@@ -174,7 +174,8 @@ async def test_it_starts_with_a_gateway_that_asks_for_api_keys(tmp_path):
     file.write_text(f"keys:\n  - {{name: one, sha256: {digest(key)}}}\n", encoding="utf-8")
     async with serve_all(with_gateway_flags(f"--api-keys {file}")) as running:
         async with AsyncClient(running.address, api_key=key) as client:
-            assert len((await client.generate("1 2 3", sampling=SamplingParams(max_tokens=4))).token_ids) == 4
+            first = await client.generate("1 2 3", sampling=SamplingParams(max_tokens=4), speculation="required")
+            assert len(first.token_ids) == 4
         async with AsyncClient(running.address) as client:
             with pytest.raises(AuthenticationError):
                 await client.generate("1 2 3")
@@ -238,7 +239,12 @@ async def test_nohup_keeps_the_services_running_without_a_terminal():
     await asyncio.to_thread(survives)
 
 
-async def test_a_command_that_started_services_ends_them_when_it_is_terminated():
+async def test_a_killed_supervisor_leaves_no_process():
+    assert await ends_with_its_children(local(), signal.SIGKILL) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_command_that_started_services_ends_them_when_it_is_ended(number):
     """As `rootward check` and `rootward plan` do."""
     program = (
         "import time\n"
@@ -247,8 +253,8 @@ async def test_a_command_that_started_services_ends_them_when_it_is_terminated()
         "    print(lines[-1], flush=True)\n"
         "    time.sleep(120)\n"
     )
-    code = await ends_with_its_children([sys.executable, "-c", program], signal.SIGTERM)
-    assert code == 128 + signal.SIGTERM
+    code = await ends_with_its_children([sys.executable, "-c", program], number)
+    assert code == (128 + number if number == signal.SIGTERM else -number)
 
 
 @pytest.mark.parametrize("asked", ["", f" --tls-peers {spiffe('client')}"], ids=["tls", "mutual"])
@@ -261,7 +267,8 @@ async def test_it_starts_with_a_gateway_that_speaks_tls(tmp_path, asked):
         if not asked:
             tls = grpc.ssl_channel_credentials(files.authority.read_bytes())
             async with AsyncClient(running.address, tls=tls) as client:
-                assert (await client.generate("1 2 3", sampling=SamplingParams(max_tokens=5))).token_ids
+                five = SamplingParams(max_tokens=5)
+                assert (await client.generate("1 2 3", sampling=five, speculation="required")).token_ids
 
 
 @pytest.mark.parametrize(

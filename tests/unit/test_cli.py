@@ -20,7 +20,7 @@ from rootward.cli.check import two_sample_p_value
 from rootward.cli.check_pair import Side, compare
 from rootward.cli.main import exit_code, main
 from rootward.cli.output import print_delta, visible
-from rootward.cli.serve import command_of
+from rootward.cli.serve import READY, command_of, services_running
 from rootward.client.types import TokenDelta
 from rootward.core.requests import Form, SpeculationMode, Structure
 from rootward.demo import paths
@@ -182,6 +182,11 @@ async def test_a_prompt_longer_than_the_context(capsys):
         (["generate", "x", "--temperature", "hot"], 2, "--temperature"),
         (["generate", "x", "--logprobs", "2"], 2, "--output json"),
         (["generate", "x", "--json-schema", "/nowhere"], 2, "/nowhere"),
+        (
+            ["generate", "x", "--json-schema", ""],
+            2,
+            "--json-schema: '' names no file; name a file with a JSON schema, or -",
+        ),
         (["generate", "-", "--json-schema", "-"], 2, "--json-schema: - is standard input, which is the prompt already"),
         (["generate", "x", "--url", "http://h:1"], 2, "target: 'http://h:1' has scheme 'http'"),
         (["generate", "x", "--url", "127.0.0.1:1", "--timeout", "5"], 4, "url: no answer from the server"),
@@ -328,6 +333,16 @@ def test_services_are_started_by_module_name(monkeypatch):
     monkeypatch.setattr("rootward.cli.serve.find_spec", lambda name: None)
     with pytest.raises(errors.ConfigurationError, match=r"pip install 'rootward\[gateway,worker\]'"):
         command_of("all", [])
+
+
+def test_services_of_a_command_are_open_to_it_whatever_the_environment_says(monkeypatch):
+    names = ["rootward_api_keys", "ROOTWARD_PUBLIC_TLS_KEY", "ROOTWARD_TLS_AUTHORITY", "ROOTWARD_TLS_PEERS"]
+    for name in [*names, "ROOTWARD_NUM_THREADS"]:
+        monkeypatch.setenv(name, "/nowhere")
+    told = f"import os; print(*sorted(n for n in os.environ if 'ROOTWARD' in n.upper()), 'rootward all{READY}here')"
+    monkeypatch.setattr("rootward.cli.serve.command_of", lambda role, flags: [sys.executable, "-c", told])
+    with services_running([], start_timeout_s=60) as lines:
+        assert lines[0].startswith("ROOTWARD_NUM_THREADS rootward all")
 
 
 @pytest.mark.parametrize("role", ["all", "gateway"])

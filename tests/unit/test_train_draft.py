@@ -192,6 +192,15 @@ def test_wrong_options_are_one_line_and_exit_code_2(
     assert not (tmp_path / "head").exists()
 
 
+def test_demo_is_the_shipped_target() -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tqdm")
+    from training.train_draft import arguments
+
+    assert arguments(["demo", "--out", "head"]).target == demo.paths().target
+    assert arguments([TARGET, "--out", "head"]).target == demo.paths().target
+
+
 FORM = ["--draft-vocabulary", "64", "--layers", "1", "2", "3"]
 
 

@@ -14,12 +14,15 @@ import pytest
 from support.certificates import Authority
 
 from drafter_service.settings import DrafterSettings
+from gateway import local
 from gateway.local import Child, _deployment, serve_all
 from gateway.settings import GatewaySettings, LocalSettings
 from rootward import demo
 from rootward.demo import paths
 from rootward.engine import gguf_files
-from rootward.errors import ConfigurationError
+from rootward.errors import ConfigurationError, Unavailable
+from rootward.ports import ModelInfo, VerifierInfo
+from rootward.wire.tls import ClientTls
 from verifier_service.settings import VerifierSettings
 
 
@@ -59,6 +62,17 @@ def test_smollm2_with_its_head_is_the_default_once_it_was_fetched(
     assert len(started("--drafter-flags", "--max-num-seqs 3")[2]) == 1
 
 
+def test_demo_is_the_shipped_pair_for_each_service_alone() -> None:
+    target = str(paths().target)
+    flags = ["--model", "demo"]
+    assert (GatewaySettings.load(flags).model, VerifierSettings.load(flags).model) == (target, target)
+    listed = ["--models", '[{"model": "demo", "verifiers": ["127.0.0.1:1"]}]']
+    assert GatewaySettings.load(listed).served[0].model == target
+    drafter = DrafterSettings.load([*flags, "--target-tokenizer", "demo"])
+    assert (drafter.model, drafter.target_tokenizer) == (str(paths().draft), target)
+    assert DrafterSettings.load(["--model", "head:x", "--target", "demo"]).target == target
+
+
 def test_demo_as_a_draft_model_is_the_shipped_one() -> None:
     _, _, (drafter,) = started("--model", "owner/name", "--draft-model", "demo")
     assert drafter.model == str(paths().draft)
@@ -76,6 +90,44 @@ def test_the_certificates_of_the_gateway_are_those_of_all_and_its_probes_are_on_
     assert (verifier.tls_server_name, drafter.tls_server_name) == ("localhost", "localhost")
     assert started(*flags, "--verifier-flags", "--tls-server-name other")[1].tls_server_name == "other"
     assert started("--model", "demo")[0].admin_listen == ""
+
+
+@pytest.mark.parametrize("closed_by", ["keys", "tls"])
+async def test_the_drafters_are_waited_for_behind_a_gateway_that_wants_credentials(
+    closed_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    class Verifier:
+        """Has found its drafter when it is asked for the third time."""
+
+        def __init__(self, address: str, *, tls: ClientTls | None, rpc_timeout_s: float):
+            assert (tls is not None) == (closed_by == "tls")
+
+        async def __aenter__(self) -> Verifier:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        async def get_info(self) -> VerifierInfo:
+            asked.append(True)
+            if len(asked) == 1:
+                raise Unavailable("not yet")
+            return VerifierInfo(ModelInfo("m", 5, 64), drafters=("127.0.0.1:1",) if len(asked) > 2 else ())
+
+    files = Authority(tmp_path).issue("gateway")
+    tls = f"--tls-certificate {files.certificate} --tls-key {files.key} --tls-authority {files.authority}"
+    flags = ["--redis-url", "none", "--model", "demo", "--gateway-flags"]
+    with ExitStack() as reserved:
+        settings = LocalSettings.load([*flags, tls if closed_by == "tls" else "--api-keys keys.yaml"])
+        deployment = _deployment(settings, "/tmp", reserved=reserved)
+        deployment.gateway.address = "127.0.0.1:1 and http://127.0.0.1:2"
+        monkeypatch.setattr(local, "_has_verifier", lambda url: url.startswith("http://127.0.0.1:"))
+        monkeypatch.setattr(local, "RemoteVerifier", Verifier)
+        monkeypatch.setattr(local, "ASK_EVERY_S", 0.0)
+        await local._connected(deployment)
+    assert len(asked) == 3
 
 
 @pytest.mark.parametrize("flag", ["--listen", "--http-listen"])

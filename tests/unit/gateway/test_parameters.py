@@ -23,10 +23,11 @@ from gateway.http_errors import invalid_body
 from gateway.models import Models
 from gateway.requests import GenerateRequest
 from gateway.response_schemas import ResponseRequest
+from gateway.sampling_defaults import recommended_sampling
 from gateway.schemas import ChatRequest, CompletionRequest
 from rootward.client import AsyncClient, SamplingParams
 from rootward.core.requests import Form, Sampling, Structure, TokenLogprob
-from rootward.errors import BadRequestError, InvalidRequest
+from rootward.errors import BadRequestError, ConfigurationError, InvalidRequest
 
 SAMPLING = {
     "temperature": 0.5,
@@ -39,6 +40,9 @@ SAMPLING = {
     "allowed_token_ids": [3, 5],
 }
 WANTED = Sampling(**(SAMPLING | {"allowed_token_ids": (3, 5)}), logit_bias=((5, 1.5), (7, -100.0)))
+
+
+HELLO = [{"role": "user", "content": "hello"}]
 
 
 async def post(service, body: dict[str, object]) -> httpx.Response:
@@ -72,6 +76,34 @@ async def test_processors_over_http_and_the_sdk() -> None:
             assert got.sampling == WANTED
             assert got.stopping.min_tokens == 4
             assert got.logprobs == 2
+
+
+async def test_parameters_that_a_request_does_not_give_are_those_recommended_for_the_model(tmp_path) -> None:
+    recommended = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": None, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
+    found, verifier = recommended_sampling(str(tmp_path)), SpellingVerifier()
+    some = {"temperature": 1, "top_k": -1, "top_p": None}
+    async with serving(verifier) as service:
+        service.http_sampling = found
+        assert (await post(service, {})).status_code == (await post(service, some)).status_code == 200
+    chats = [ChatRequest.model_validate({"messages": HELLO} | given) for given in ({}, some)]
+    responses = [ResponseRequest.model_validate({"input": "hello"} | given) for given in ({}, some)]
+    of_chats = [chat.request({}, found) for chat in (*chats, *(one.chat(one.messages) for one in responses))]
+    by_model, by_client = Sampling(temperature=0.6, top_p=0.95, top_k=20), Sampling(temperature=1.0, top_p=0.95)
+    assert [one.sampling for one in (*verifier.requests, *of_chats)] == [by_model, by_client] * 3
+
+
+def test_without_a_file_nothing_is_recommended_and_a_broken_one_is_named(tmp_path) -> None:
+    assert recommended_sampling(str(tmp_path)) == Sampling()
+    for text, wrong in (
+        ("{", "Expecting"),
+        ('{"top_p": 2}', "top_p: 2"),
+        ('{"top_k": "many"}', "top_k|str"),
+        ("[]", "list"),
+    ):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(ConfigurationError, match=f"generation_config.json.*({wrong}).*http_sampling_defaults"):
+            recommended_sampling(str(tmp_path))
 
 
 async def test_bad_words_become_token_sequences() -> None:

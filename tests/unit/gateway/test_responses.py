@@ -3,6 +3,7 @@
 import json
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial, reduce
+from pathlib import Path
 
 import httpx
 import openai
@@ -23,6 +24,7 @@ from gateway.session_store import MemoryStore
 from gateway.stored_responses import ResponseNotFound, ResponseStore, StoredResponse
 from rootward.core.requests import Form
 
+PARAMETERS = Path(__file__).resolve().parents[3] / "docs" / "parameters.md"
 WEATHER = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
 
 
@@ -476,6 +478,23 @@ async def test_options_of_a_stored_response_are_refused():
         with pytest.raises(openai.BadRequestError) as refused:
             await responses.retrieve(kept.id, stream=True)
         assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "stream")
+
+
+async def test_endpoints_that_are_not_served_are_documented():
+    document = PARAMETERS.read_text(encoding="utf-8")
+    async with responding() as (responses, _, http):
+        kept = await responses.create(model="demo", input="hi")
+        for method, path in (
+            ("GET", "/v1/responses/{id}/input_items"),
+            ("POST", "/v1/responses/{id}/cancel"),
+            ("POST", "/v1/responses/input_tokens"),
+            ("POST", "/v1/responses/compact"),
+        ):
+            told = await http.request(method, path.format(id=kept.id), json={"model": "demo", "input": "hi"})
+            assert told.status_code in (404, 405)
+            assert "is not served" in told.json()["error"]["message"]
+            assert f"`{path}`" in document
+    assert "`store: true`" in document.partition("## Refused")[2]
 
 
 async def test_a_stream_is_not_resumed():
