@@ -379,7 +379,7 @@ def speculation_object(stats: SpeculationStats) -> Json:
 
 def fingerprint(model: ModelInfo) -> str:
     """OpenAI's `system_fingerprint`: equal for equal weights, versions of Rootward and lossless levels."""
-    return f"rw-{rootward.__version__}-{model.fingerprint[:12] or 'unknown'}-distribution"
+    return f"rw-{rootward.__version__}-{model.fingerprint[:12] or 'unknown'}-{model.lossless}"
 
 
 # -- Log-probabilities --------------------------------------------------------------------------------------------------

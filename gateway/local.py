@@ -226,8 +226,9 @@ async def serve_all(settings: LocalSettings, *, log_to: int | None = None) -> As
         try:
             await _started(deployment, settings, guard)
             yield deployment
-            gateway, *others = deployment.children
+            gateway, verifier, *others = deployment.children
             await gateway.stop(settings.shutdown_timeout_s)  # first, so that running requests end
+            await verifier.stop(settings.shutdown_timeout_s)  # before its drafters, so that it misses none of them
             await asyncio.gather(*(child.stop(settings.shutdown_timeout_s) for child in others))
         finally:
             for child in deployment.children:

@@ -182,7 +182,7 @@ class WorkerSettings(ProcessSettings):
         "auto",
         description="weights and arithmetic; auto: the checkpoint's; float32 on CPUs without bfloat16, except for the Llama family",
     )
-    max_model_len: int | None = Field(None, ge=1, description="context in tokens (default: the model's)")
+    max_model_len: int | None = Field(None, ge=1, description="context in tokens (default: the model's, at most 8192)")
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads of the model (default: all cores; drafters of `serve all` have fewer)"
     )

@@ -42,7 +42,7 @@ class VerifierSettings(WorkerSettings):
     """Rootward verifier: runs the target model and owns every committed token."""
 
     model: TargetSpec = Field(
-        description="Hugging Face folder or hub name of the target model; demo, the shipped one; or tabular:vocab=…,seed=…"
+        description="Hugging Face folder, GGUF file or hub name of the target model; demo, the shipped one; or tabular:vocab=…,seed=…"
     )
     listen: ListenAddress = Field("127.0.0.1:50052", description="gRPC address; port 0 takes a free one")
     metrics_compat: Literal["none", "vllm"] = Field(

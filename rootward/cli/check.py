@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -32,6 +33,7 @@ COMPARED_TOKENS = 3  # of every sampled text, its first ones
 LEAST_COUNT = 10  # of a token in both samples together; rarer ones are one category
 AT_ONCE = 16  # generations
 PLAIN, TREES = "disabled", "required"  # speculation
+WITH_SEEDS, WITHOUT = "temperature 1 with seeds, next tokens", "temperature 1, next tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ def check(
         float, typer.Option(min=1e-9, max=0.5, help="Probability that a lossless model fails the test of samples.")
     ] = 1e-3,
     dtype: Annotated[str, typer.Option(help="Data type of the weights, as the verifier's --dtype.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device of the target, as the verifier's --device.")] = "cpu",
     start_timeout_s: Annotated[
         float, typer.Option(min=1, help="Seconds until the services must have started.")
     ] = 300.0,
@@ -65,7 +68,8 @@ def check(
     """Check that speculation is lossless for a model, on this machine.
 
     Starts the services. At temperature 0 the texts with trees, alone and in a batch, must equal those of plain decoding. At temperature 1
-    the next tokens with and without trees are compared by a chi-square test. Exit code 0 if nothing differs, 3 otherwise.
+    the next tokens with trees, drawn with and without seeds, are compared with those of plain decoding by chi-square tests: requests with a
+    seed are verified by match, others by traversal. Exit code 0 if nothing differs, 3 otherwise.
     """
     require_names(target=target, draft=draft)
     texts = list(islice(cycle(TEXTS), prompts))
@@ -74,10 +78,11 @@ def check(
         async with AsyncClient(address, timeout=max(600.0, start_timeout_s)) as client:
             found = await _greedy(client, texts, tokens)
             if samples and contexts:
-                found.append(await _samples(client, texts[:contexts], samples, error_rate))
+                found += await _samples(client, texts[:contexts], samples, error_rate)
             return found
 
-    flags = ["--redis-url", "none", "--model", target, "--draft-model", draft, "--verifier-flags", f"--dtype {dtype}"]
+    flags = ["--redis-url", "none", "--model", target, "--draft-model", draft]
+    flags += ["--verifier-flags", shlex.join(["--dtype", dtype, "--device", device])]
     with services_running(flags, start_timeout_s=start_timeout_s) as lines:
         findings = asyncio.run(compare(address_of(lines)))
     if output is OutputFormat.json:
@@ -113,32 +118,40 @@ def _equality(name: str, expected: Sequence[GenerationResult], found: Sequence[G
     return Finding(name, different, len(found), f"{accepted} draft tokens accepted")
 
 
-async def _samples(client: AsyncClient, texts: Sequence[str], num: int, error_rate: float) -> Finding:
-    """Each of the first tokens of sampled texts, with trees against without: as many tests as there are positions and prompts."""
+async def _samples(client: AsyncClient, texts: Sequence[str], num: int, error_rate: float) -> list[Finding]:
+    """Each of the first tokens of texts that are sampled with trees, with and without seeds, against plain decoding. There is a test for
+    each position of each prompt; error_rate is that of all of them together."""
     gate = asyncio.Semaphore(AT_ONCE)
 
-    async def sample(text: str, speculation: str, seed: int) -> GenerationResult:
+    async def sample(text: str, speculation: str, seed: int | None) -> GenerationResult:
         sampling = SamplingParams(temperature=1.0, max_tokens=COMPARED_TOKENS, seed=seed, ignore_eos=True)
         async with gate:
             return await client.generate(text, sampling=sampling, speculation=speculation)
 
-    values: list[float] = []
-    accepted = 0
+    async def samples(text: str, speculation: str, seeds: Sequence[int | None]) -> list[GenerationResult]:
+        return await asyncio.gather(*(sample(text, speculation, seed) for seed in seeds))
+
+    values: dict[str, list[float]] = {WITHOUT: [], WITH_SEEDS: []}
+    accepted: Counter[str] = Counter()
     for text in texts:
-        plain, trees = [
-            await asyncio.gather(*(sample(text, speculation, 2 * i + odd) for i in range(num)))
-            for odd, speculation in enumerate((PLAIN, TREES))
-        ]
-        accepted += sum(result.speculation.num_accepted_draft_tokens for result in trees)
-        values += [
-            two_sample_p_value([one.token_ids[at] for one in plain], [one.token_ids[at] for one in trees])
-            for at in range(COMPARED_TOKENS)
-        ]
-    wrong = sum(value < error_rate / len(values) for value in values)
-    remark = (
-        f"least p-value {min(values):.2g}, error rate {error_rate:g} over all tests, {accepted} draft tokens accepted"
-    )
-    return Finding("temperature 1, next tokens", wrong, len(values), remark)
+        plain = await samples(text, PLAIN, range(0, 2 * num, 2))
+        for name, seeds in ((WITHOUT, [None] * num), (WITH_SEEDS, range(1, 2 * num, 2))):
+            trees = await samples(text, TREES, seeds)
+            accepted[name] += sum(result.speculation.num_accepted_draft_tokens for result in trees)
+            values[name] += [
+                two_sample_p_value([one.token_ids[at] for one in plain], [one.token_ids[at] for one in trees])
+                for at in range(COMPARED_TOKENS)
+            ]
+    limit = error_rate / sum(map(len, values.values()))
+    return [
+        Finding(
+            name,
+            sum(value < limit for value in found),
+            len(found),
+            f"least p-value {min(found):.2g}, limit {limit:.2g}, {accepted[name]} draft tokens accepted",
+        )
+        for name, found in values.items()
+    ]
 
 
 def two_sample_p_value(a: Sequence[int], b: Sequence[int]) -> float:

@@ -25,7 +25,10 @@ from verifier_service.settings import VerifierSettings
 
 PAGES = (
     "README.md",
-    *(f"docs/{name}.md" for name in ("quickstart", "choose-a-draft", "evaluate", "comparison", "how-it-works")),
+    *(
+        f"docs/{name}.md"
+        for name in ("quickstart", "choose-a-draft", "evaluate", "comparison", "how-it-works", "flags", "lossless")
+    ),
 )
 INLINE = re.compile(r"`((?:rootward|make|pip install|python -m) [^`]+)`")
 SETTINGS = {"all": LocalSettings, "gateway": GatewaySettings, "verifier": VerifierSettings, "drafter": DrafterSettings}

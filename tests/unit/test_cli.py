@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from unit.gateway.verifier_for_tests import SpellingVerifier
 
 import rootward
 from rootward import AsyncClient, errors
-from rootward.cli.check import two_sample_p_value
+from rootward.cli.check import COMPARED_TOKENS, TREES, _samples, two_sample_p_value
 from rootward.cli.check_pair import Side, compare
 from rootward.cli.main import exit_code, main
 from rootward.cli.output import print_delta, visible
@@ -434,3 +435,23 @@ ZIPF /= ZIPF.sum()
 def test_check_reports_why_the_services_do_not_start(capfd):
     assert main(["check", "/nowhere"]) == 2
     assert "'/nowhere' is not a folder" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [None, "with seeds", "without"])
+async def test_check_compares_samples_of_both_rules(wrong):
+    """Requests with a seed are verified by match, others by traversal: an error of either is found."""
+    rng = np.random.default_rng(5)
+
+    class Client:
+        async def generate(self, text, *, sampling, speculation):
+            kind = "without" if sampling.seed is None else "with seeds"
+            law = np.full(30, 1 / 30) if (speculation, kind) == (TREES, wrong) else ZIPF
+            return SimpleNamespace(
+                token_ids=rng.choice(30, COMPARED_TOKENS, p=law).tolist(),
+                speculation=SimpleNamespace(num_accepted_draft_tokens=1),
+            )
+
+    without, with_seeds = await _samples(Client(), ["a", "b"], 400, 1e-6)
+    assert bool(without.failures) == (wrong == "without")
+    assert bool(with_seeds.failures) == (wrong == "with seeds")
+    assert without.number == with_seeds.number == 2 * COMPARED_TOKENS

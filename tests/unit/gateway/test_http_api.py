@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import logging
+import re
 from contextlib import asynccontextmanager
 from itertools import product
 
@@ -19,6 +20,8 @@ from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving, settings
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
+import rootward
+from gateway.answers import fingerprint
 from gateway.app import build_app
 from gateway.http_guard import RequestGuard
 from gateway.models import Models
@@ -27,6 +30,7 @@ from gateway.service import GatewayService
 from gateway.session_store import MemoryStore
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
 from rootward.telemetry import configure_logging
+from rootward.values import LosslessLevel, ModelInfo
 from rootward.wire.auth import BytesInFlight
 from rootward.wire.http_server import HttpServer
 
@@ -62,7 +66,7 @@ async def test_a_completion():
         assert body["object"] == "text_completion"
         assert body["id"] == "cmpl-" + response.headers["x-request-id"]
         assert body["model"] == "demo"
-        assert body["system_fingerprint"].startswith("rw-")
+        assert re.fullmatch("rw-.+-distribution", body["system_fingerprint"])
         choice = body["choices"][0]
         assert (choice["text"], choice["index"], choice["finish_reason"], choice["stop_reason"]) == (
             TEXT,
@@ -580,3 +584,10 @@ async def test_stop_token_ids():
         body = {"prompt": "a", "max_tokens": 50, "stop_token_ids": [END_ID], "ignore_eos": True}
         choice = (await client.post("/v1/completions", json=body)).json()["choices"][0]
         assert (choice["text"], choice["stop_reason"], choice["finish_reason"]) == (TEXT, END_ID, "stop")
+
+
+def test_the_fingerprint_has_the_lossless_level_of_the_model():
+    exact = ModelInfo(
+        name="m", vocab_size=8, max_positions=8, fingerprint="0123456789abcdef", lossless=LosslessLevel.BITWISE
+    )
+    assert fingerprint(exact) == f"rw-{rootward.__version__}-0123456789ab-bitwise"
