@@ -12,11 +12,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from rootward.addresses import reserved_port
+from rootward.addresses import open_local, reserved_port
 from rootward.clock import SystemClock
 from rootward.core.requests import Sampling, Speculation, SpeculationStats, Stopping, VerifierRequest
 from rootward.errors import ConfigurationError
@@ -82,7 +81,7 @@ def free_port() -> int:
 
 def scraped(admin: str) -> dict[str, float]:
     """Metrics of an admin port: `name` → sum over labels, and `name:LABEL_VALUE` → value of metrics with one label."""
-    with urlopen(f"http://{admin}/metrics", timeout=SCRAPE_S) as answer:
+    with open_local(f"http://{admin}/metrics", timeout_s=SCRAPE_S) as answer:
         text = answer.read().decode()
     found: dict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):

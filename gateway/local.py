@@ -18,12 +18,11 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.request import urlopen
 
 import structlog
 
 from gateway.settings import GatewaySettings, LocalSettings
-from rootward.addresses import reserved_port, split_host_port
+from rootward.addresses import open_local, reserved_port, split_host_port
 from rootward.client import AsyncClient
 from rootward.demo import draft_named, paths, smollm2, smollm2_head
 from rootward.engine.gguf_files import local_model
@@ -385,7 +384,7 @@ async def _connected(deployment: Deployment) -> None:
 def _has_verifier(url: str) -> bool:
     """Whether a gateway says over HTTP that a verifier is ready."""
     try:
-        with urlopen(f"{url}/health/ready", timeout=ASK_TIMEOUT_S) as answer:  # an http:// address of a child
+        with open_local(f"{url}/health/ready", timeout_s=ASK_TIMEOUT_S) as answer:  # an http:// address of a child
             return bool(answer.status == 200)
     except OSError:  # also an answer that is no 200, and a connection that ends
         return False

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rootward.errors import ConfigurationError
 
@@ -24,6 +26,12 @@ def is_loopback(address: str) -> bool:
     """Whether only processes of this machine can connect to a server that listens on this address."""
     host = address.rpartition(":")[0].strip("[]")
     return host == "localhost" or host == "::1" or host.startswith("127.") or address.startswith("unix:")
+
+
+def open_local(request: str | urllib.request.Request, *, timeout_s: float | None = None) -> Any:
+    """As `urllib.request.urlopen`, of a server on this machine: never through the proxy of http_proxy in the environment."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    return direct.open(request, timeout=timeout_s)
 
 
 def advertised(address: str) -> str:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import grpc
 
+from rootward.addresses import is_loopback
 from rootward.client.types import KeepAlive
 from rootward.clock import backoff_s
 from rootward.errors import (
@@ -21,7 +22,7 @@ from rootward.errors import (
     RateLimitError,
     UnavailableError,
 )
-from rootward.wire.channel import CALLING, client_options
+from rootward.wire.channel import CALLING, NO_PROXY, client_options
 
 T = TypeVar("T")
 
@@ -55,6 +56,8 @@ class Connection:
         self._metadata = dict(metadata)
         transport = replace(CALLING, keepalive_time_s=keepalive.time_s, keepalive_timeout_s=keepalive.timeout_s)
         options = dict(client_options(transport, round_robin=target.startswith("dns:")))
+        if all(map(is_loopback, self.addresses)):
+            options |= [NO_PROXY]
         options["grpc.min_reconnect_backoff_ms"] = int(connect_timeout_s * 1000)  # limit of one connection attempt
         self._options = [*(options | dict(channel_options)).items()]
         self._channels_per_address = -(-max(1, num_channels) // len(self.addresses))

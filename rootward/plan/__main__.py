@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import Request
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from rootward import demo
-from rootward.addresses import reserved_port
+from rootward.addresses import open_local, reserved_port
 from rootward.cli.serve import address_of, require_names, services_running, url_of
 from rootward.client import AsyncClient, Speculation
 from rootward.errors import APIError, ConfigurationError
@@ -221,7 +221,7 @@ def _tokenized(url: str, bodies: Sequence[object]) -> list[list[int]] | None:
     for body in bodies:
         data = json.dumps(body).encode()
         try:
-            with urlopen(Request(f"{url}/tokenize", data, {"content-type": "application/json"})) as answer:
+            with open_local(Request(f"{url}/tokenize", data, {"content-type": "application/json"})) as answer:
                 found.append(list(map(int, json.load(answer)["tokens"])))
         except HTTPError as error:
             if error.code != HTTPStatus.BAD_REQUEST:

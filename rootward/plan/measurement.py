@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
-from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from rootward.addresses import open_local
 from rootward.client import AsyncClient, SamplingParams, Speculation
 
 TURNS = 2  # of the kinds of decoding, for each temperature and load
@@ -289,7 +289,7 @@ def accepted_by_round(arrivals: Iterable[Arrival]) -> Counter[int]:
 
 def engine_time(admin: str) -> EngineTime:
     """Of the verifier with this admin address (host:port)."""
-    with urlopen(f"http://{admin}/metrics", timeout=SCRAPE_TIMEOUT_S) as answer:
+    with open_local(f"http://{admin}/metrics", timeout_s=SCRAPE_TIMEOUT_S) as answer:
         text = answer.read().decode()
     totals: dict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):

@@ -18,6 +18,7 @@ Options = list[tuple[str, str | int]]
 MIB = 1 << 20
 MAX_ITEM_BYTES = 63 * MIB  # of one item, which is never divided, so that its message stays within the limits of a hop
 FRAME_BYTES = MIB  # of one message of a stream of frames, unless one item alone is larger
+NO_PROXY = ("grpc.enable_http_proxy", 0)  # do not take the proxy of http_proxy in the environment
 MOST_PINGS = 100  # pings in a row that come too early; more end the connection
 
 
@@ -79,6 +80,7 @@ def server_options(transport: Transport = SERVING) -> Options:
 def open_channel(address: str, transport: Transport = CALLING, tls: ClientTls | None = None) -> grpc.aio.Channel:
     """A channel to "host:port" or "dns:///name:port" (then balanced over all addresses). Needs a running event loop."""
     options = client_options(transport, round_robin=address.startswith("dns:"))
+    options.append(NO_PROXY)  # services reach one another directly
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     if tls.server_name:
