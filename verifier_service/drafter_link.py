@@ -254,6 +254,9 @@ class Link:
                 async with aclosing(drafter.session(self._outbound())) as frames:
                     async for frame in frames:
                         self._receive(frame)
+            except asyncio.CancelledError:
+                self.ack = None  # this end closes the stream: the drafter is not down
+                raise
             except ServiceError as error:
                 log.debug("drafter_stream_ended", drafter=self.name, error=str(error))
             except MalformedFrame as error:  # of the stream, not of one tree
