@@ -78,6 +78,7 @@ async def serve(settings: VerifierSettings) -> None:
             metrics=metrics,
             redis=redis,
             head=head,
+            secret=secrets.randbits(64),
         )
         verifier = await stack.enter_async_context(service)
         server = await stack.enter_async_context(RpcServer(settings.listen, tls=settings.server_tls, grace_s=1.0))

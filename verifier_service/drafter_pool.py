@@ -213,7 +213,10 @@ class DrafterPool:
 
     def _open(self, session: Session, name: str) -> Draft:
         link = self._named(name)
-        return link.open(session, self._shape, trusted=self._trusts(name, link.pool))
+        draft = link.open(session, self._shape, trusted=self._trusts(name, link.pool))
+        if draft.shared:
+            session.told.add((name, draft.pool))
+        return draft
 
     def _named(self, name: str) -> Link:
         return next(link for link in self.links if link.name == name)

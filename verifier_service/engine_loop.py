@@ -265,12 +265,12 @@ class EngineLoop:
         """The rule of the round that begins: match, which is lossless for any tree, while an untrusted drafter grows the session's tree.
 
         This includes rounds without a node of that drafter: if it knew the token that such a round draws, it could hold its nodes back
-        for some tokens only. A drafter that was told the noise of the bonus tokens could also choose by them when to leave, so its
-        session is verified by match to the end."""
-        drafts = [draft for draft in (session.draft, session.next_draft) if draft is not None]
-        doubtful = [draft for draft in drafts if not self.audit.trusts(draft.link.name, draft.pool)]
-        session.matched = session.matched or any(draft.shared for draft in doubtful)
-        return Rule.MATCH if session.matched or session.draft in doubtful else session.rule
+        for some tokens only. A drafter that was told the noise of the bonus tokens could also choose by them when to leave, now or after
+        it has come back, so its session is verified by match to the end."""
+        session.matched = session.matched or not all(self.audit.trusts(*drafter) for drafter in session.told)
+        draft = session.draft
+        trusted = draft is None or self.audit.trusts(draft.link.name, draft.pool)
+        return session.rule if trusted and not session.matched else Rule.MATCH
 
     # -- apply --------------------------------------------------------------------------------------------------------
 

@@ -53,12 +53,14 @@ class VerifierService:
         metrics: Metrics | None = None,
         redis: Redis | RedisCluster | None = None,
         head: DraftHead | None = None,
+        secret: int = 0,
     ) -> None:
         """sources, dial: see `DrafterPool`. redis: where the audit keeps the records of drafters. head: of the target, for local drafts and
-        for the features that drafters want."""
-        self.model, self.settings = model, settings
+        for the features that drafters want. secret: a number that no drafter knows (`Session.key`); only tests may leave it out."""
+        self.model, self.settings, self._secret = model, settings, secret
         self.worker, self.incarnation = f"verifier-{incarnation:016x}", incarnation
-        heads = HeadDrafts(head, incarnation=incarnation) if head is not None and settings.grows_head else None
+        # Drafters are told the incarnation and the key of draws.
+        heads = HeadDrafts(head, incarnation=secret) if head is not None and settings.grows_head else None
         self.runner = runner or Runner(model, heads=heads, head=head)
         self.grammars = grammars or Grammars(lambda: Vocabulary(None, model.info.vocab_size, model.info.eos_ids))
         self.max_sessions = model.num_free_slots
@@ -238,7 +240,7 @@ class VerifierService:
         self.admission.fence(request, rule)
         self._num_sessions += 1
         eos = frozenset(self.model.info.eos_ids)
-        session = Session(self._num_sessions, request, rule, draft_mode, eos, strategy, uses_drafters=wanted)
+        session = Session(self._num_sessions, request, rule, draft_mode, eos, strategy, wanted, self._secret)
         session.statistics = self.engine.rounds.statistics(session)
         self.local.attach(session)
         return session

@@ -1,8 +1,8 @@
 """One generation inside the verifier: committed tokens, its tree, its counts.
 
 A session is a state machine (`TRANSITIONS`) without I/O. Each part has one writer, and all of them run in the engine loop, between steps:
-text, KV, state and output the methods of `Session`; `draft` and `next_draft` the `DrafterPool`; `local_drafts` the `LocalDrafts`; `round`
-the `Rounds`; `features` and `matched` the `EngineLoop`.
+text, KV, state and output the methods of `Session`; `draft`, `next_draft` and `told` the `DrafterPool`; `local_drafts` the `LocalDrafts`;
+`round` the `Rounds`; `features` and `matched` the `EngineLoop`.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ class Session:
 
     rule, draft_mode  how its rounds are verified, and how nodes are drawn for it
     uses_drafters     whether drafters may grow trees for it
+    secret            of the verifier, for `key`
     """
 
     number: int
@@ -164,6 +165,7 @@ class Session:
     eos_ids: frozenset[int]
     strategy: DraftStrategy = BEST_FIRST
     uses_drafters: bool = True
+    secret: int = 0
     state: State = State.QUEUED
 
     # text and KV
@@ -184,7 +186,8 @@ class Session:
     local: LocalDraft | None = None  # that of the present round
     features: TextFeatures | None = None  # kept while a drafter with a head may draft for it
     unfit: set[str] = field(default_factory=set)  # names of drafters that can never draft for it
-    matched: bool = False  # by match to the end, because an untrusted drafter knows the noise of its bonus tokens
+    told: set[tuple[str, str]] = field(default_factory=set)  # (name, pool) of drafters that know its bonus noise
+    matched: bool = False  # by match to the end, because one of these is not trusted any more
     statistics: Statistics = field(default_factory=Statistics)  # of rounds of its kind
 
     round: PresentRound = field(default_factory=PresentRound)
@@ -233,8 +236,11 @@ class Session:
     @property
     def key(self) -> Key:
         """Key of its random numbers. Under ratio tests two requests of one seed have different ones: the rounds of one request decide how
-        many nodes the rounds of the other have (`speculation.py`)."""
-        own = 0 if self.rule is Rule.MATCH else number_of(self.request.request_id)
+        many nodes the rounds of the other have (`speculation.py`). So have two attempts at a request: a drafter of the first may know the
+        noise of its bonus tokens, and not be trusted in the second. No drafter can compute them: clients choose seeds that are easily
+        guessed."""
+        attempt = f"{self.secret} {self.request.epoch} {self.request.request_id}"
+        own = 0 if self.rule is Rule.MATCH else number_of(attempt)
         return Key(self.request.seed ^ own, self.request.choice)
 
     @property

@@ -11,6 +11,7 @@ from support.heads import STRATEGIES, TabularHead
 from support.services import collect, request, tabular_pair, until, verifier_of, verifier_settings
 
 from rootward.core.requests import DraftMode, Speculation, SpeculationMode
+from rootward.core.rng import DrawWords, Key
 from rootward.engine.tabular import TabularModel
 from verifier_service.head_drafts import HeadDrafts
 from verifier_service.service import VerifierService
@@ -137,3 +138,23 @@ async def test_the_head_that_a_verifier_process_has_loaded_grows_its_trees() -> 
     async with VerifierService(target, incarnation=1, settings=settings, head=TabularHead(target)) as verifier:
         _, last = await collect(verifier, request(max_tokens=40))
     assert last.finish.stats.num_accepted_draft_tokens > 0
+
+
+async def test_no_drafter_can_compute_the_draws_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told the same key and the verifier's incarnation. One that is not trusted could leave when the draws suit it."""
+    drawn: list[tuple[Key, int, int]] = []
+
+    class Recorded(DrawWords):
+        def __init__(self, key: Key, incarnation: int, number: int) -> None:
+            super().__init__(key, incarnation, number)
+            drawn.append((key, number, int(self(1)[0])))
+
+    monkeypatch.setattr("rootward.engine.grower.DrawWords", Recorded)
+    target, settings = target_of(), verifier_settings(local_draft="head:of a test")
+    async with VerifierService(
+        target, incarnation=1, settings=settings, head=TabularHead(target), secret=5
+    ) as verifier:
+        await collect(verifier, request(max_tokens=8))
+        told = verifier._hello().incarnation
+    assert drawn
+    assert not any(word == DrawWords(key, told, number)(1)[0] for key, number, word in drawn)

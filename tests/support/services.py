@@ -86,6 +86,7 @@ def verifier_of(
         metrics=metrics,
         sources=[(DEFAULT_POOL, StaticDiscovery(*drafters))] if drafters else (),
         dial=lambda name: nullcontext(drafters[name]),
+        secret=11,
     )
 
 

@@ -108,18 +108,26 @@ class Ahead:
         """Rows to request for the next level, which is shared with other trees. Independent of the predictions."""
         if not self.own.at_rest:
             return len(self.own.frontier(max_rows))
-        return len(self._leaves()) + self.budget.num_predictions * self.budget.draws_per_level
+        return len(self._unread()) + self.budget.num_predictions * self.budget.draws_per_level
 
     def frontier(self, max_rows: int) -> list[int]:
         """Nodes of the next forward."""
         if not self.own.at_rest:
             return self.own.frontier(max_rows)
-        nodes = self._leaves()[:max_rows]
+        nodes = self._unread()[:max_rows]
         return nodes + self._below_predictions(max_rows - len(nodes))
 
-    def _leaves(self) -> list[int]:
-        """Nodes that get predictions and have no row yet."""
-        return [n for n in self._wanted or () if n not in self.own.rows]
+    def _unread(self) -> list[int]:
+        """Nodes that get predictions and have no row yet, each behind those above it without one: nodes of a given path
+        (`Growth.follow`)."""
+        found: dict[int, None] = {}
+        for node in self._wanted or ():
+            path = []
+            while node not in self.own.rows:
+                path.append(node)
+                node = self.tree.nodes[node].parent or self.own.root_id
+            found |= dict.fromkeys(reversed(path))
+        return list(found)
 
     def expand(self, node: int, row: DraftDistribution, noise: np.ndarray | None = None) -> None:
         """Set the row of a node."""

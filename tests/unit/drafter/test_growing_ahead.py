@@ -217,6 +217,18 @@ def test_the_path_a_client_expects_is_in_the_tree(law: DraftMode) -> None:
     assert (4, 1) in {tree.path(i) for i in range(len(tree))}
 
 
+def test_guesses_follow_the_path_a_client_expects() -> None:
+    """The nodes of the path above a guess are read before it, though the round needs no row of theirs."""
+    drafter, verifier = grower(), replica()
+    drafter.open(1, ahead(prediction=(4, 0, 1, 2, 3), num_prompt=3))
+    for _, frame in grown(drafter):
+        verifier.receive(frame)
+    assert verifier.snapshot(4).tree.path(4) == (4, 0, 1, 2)
+    assert len(PREFIX) + 4 in guesses(verifier)  # behind the path
+    assert list(verifier.nodes) == list(drafter.trees[1].tree.nodes)
+    drafter.model.check_idle()
+
+
 def test_under_matching_growing_ahead_is_growing_on() -> None:
     drafter = grower()
     drafter.open(1, ahead(law=DraftMode.COUPLED))
