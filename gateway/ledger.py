@@ -40,6 +40,9 @@ log = structlog.get_logger()
 
 POISON_TTL_S = 600.0
 DOWN_PAUSE_S = 1.0  # between two attempts to reach a store that did not answer
+MOST_WRITTEN = (
+    1 << 16
+)  # tokens of all requests in one write, each with the likely ones beside it: the store has a few seconds for it
 WRITING_SHARE = 0.1  # largest share of the time that the loop writes
 LONGEST_PAUSE_S = 1.0
 QUOTA_S = 0.25  # longest wait for a tenant's bucket
@@ -72,8 +75,10 @@ class Entry:
     def epoch(self) -> int:
         return self.lease.epoch
 
-    def output(self, begin: int = 0) -> Run:
-        return Run(tuple(self.tokens[begin:]), tuple(self.accepted[begin:]), tuple(self.logprobs[begin:]))
+    def output(self, begin: int = 0, most: int | None = None) -> Run:
+        """The tokens from this one on, at most so many."""
+        part = slice(begin, None if most is None else begin + most)
+        return Run(tuple(self.tokens[part]), tuple(self.accepted[part]), tuple(self.logprobs[part]))
 
 
 class Ledger:
@@ -311,7 +316,10 @@ class Ledger:
             try:
                 if self.down:
                     await self._store.ping()  # there may be no write, which would show whether the store is back
-                await self._write([entry for entry in self._entries if self._is_due(entry)])
+                due = {entry for entry in self._entries if self._is_due(entry)}
+                while due:
+                    left = await self._write(list(due))
+                    due = left and left | {entry for entry in self._entries if self._is_late(entry)}
                 await self._store.put_hints(self._model(), self.prefixes.take_unpublished(), TTL_S)
             except StoreUnavailable:
                 self._mark_down()
@@ -324,21 +332,27 @@ class Ledger:
                 self.down = False
 
     def _is_due(self, entry: Entry) -> bool:
-        late = self._now() > entry.held_until - self._lease_s * 2 / 3
-        return bool(late or entry.ended or entry.due or len(entry.tokens) > entry.recorded)
+        return bool(self._is_late(entry) or entry.ended or entry.due or len(entry.tokens) > entry.recorded)
 
-    async def _write(self, entries: Sequence[Entry]) -> None:
-        """Renew, append and end, in one call for all."""
+    def _is_late(self, entry: Entry) -> bool:
+        return self._now() > entry.held_until - self._lease_s * 2 / 3
+
+    async def _write(self, entries: Sequence[Entry]) -> set[Entry]:
+        """Renew, append and end, in one call for all. Returns those of which a part is left, after MOST_WRITTEN."""
         self._entries -= {entry for entry in entries if entry.lost and entry.ended}
         held = [entry for entry in entries if not entry.lost]
         if not held:
-            return
+            return set()
         asked = self._now()
-        writes = [_due(entry) for entry in held]
+        writes = _due(held)
+        left = {entry for entry, write in zip(held, writes, strict=True) if write.end < len(entry.tokens)}
         lengths = await self._store.write(writes, self._lease_s)
         for entry, write, length in zip(held, writes, lengths, strict=True):
             if entry.lease == write.lease:  # else another attempt began meanwhile, and this result is of the old one
                 self._written(entry, write, length, asked)
+        return {
+            entry for entry, length in zip(held, lengths, strict=True) if entry in left and entry.recorded == length
+        }
 
     def _written(self, entry: Entry, write: Write, length: int, asked: float) -> None:
         if length < 0:
@@ -380,10 +394,17 @@ class Ledger:
         self._dirty.set()
 
 
-def _due(entry: Entry) -> Write:
-    fields = {name: entry.fields[name] for name in entry.due}
-    run = entry.output(entry.recorded)
-    return Write(entry.lease, entry.recorded, run, fields, entry.ended)
+def _due(entries: Sequence[Entry]) -> list[Write]:
+    """What each entry has to be written, up to MOST_WRITTEN in all. An entry ends with its last part."""
+    writes, left = [], MOST_WRITTEN
+    for entry in entries:
+        width = 1 + len(entry.logprobs[0].top) if entry.logprobs else 1
+        run = entry.output(entry.recorded, left // width)
+        left -= width * len(run)
+        whole = entry.recorded + len(run) == len(entry.tokens)
+        fields = {name: entry.fields[name] for name in entry.due}
+        writes.append(Write(entry.lease, entry.recorded, run, fields, entry.ended if whole else ""))
+    return writes
 
 
 def _holder() -> str:

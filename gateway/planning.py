@@ -89,6 +89,8 @@ def make_plan(
     prompt = _truncated(request, prompt, model)
     # First, so that the tokens of a prompt that is too long are not checked one by one.
     most = _max_tokens(request, len(prompt), model, max_prompt=max_prompt, max_output=max_output)
+    if request.resume is not None:
+        _check_at_most("resume_tokens", len(request.resume.tokens), most, "tokens, for max_tokens of this request,")
     prediction = () if isinstance(request.prediction, str) else request.prediction  # see `without_texts`
     speculation = request.speculation
     warnings: tuple[str, ...] = ()

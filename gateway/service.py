@@ -255,6 +255,9 @@ class GatewayService:
         model = self.upstreams.model
         of_context = CHARACTERS_A_TOKEN * max(model.max_positions if model else 0, MIN_CONTEXT)
         limit = self.settings.max_prompt_characters or of_context
+        if isinstance(prompt, Chat) and len(prompt.messages) * CHARACTERS_A_TOKEN > of_context:
+            fix = f"are more than the {of_context // CHARACTERS_A_TOKEN} tokens of the context; send fewer"
+            raise ContextLengthExceeded("messages", len(prompt.messages), fix)
         if (size := _characters(prompt)) > limit:
             field = "messages" if isinstance(prompt, Chat) else "prompt"
             raise ContextLengthExceeded(field, size, f"characters are more than this server takes, {limit}; shorten it")

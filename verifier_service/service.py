@@ -140,8 +140,8 @@ class VerifierService:
                     return
 
     async def get_info(self) -> VerifierInfo:
-        if self._task is None or self._task.done():
-            raise Unavailable("the engine has ended")
+        if not self.alive:  # also of one that hangs: its callers go on with another verifier
+            raise Unavailable("the engine has ended, or its step does not")
         return VerifierInfo(
             self.model.info,
             self.worker,

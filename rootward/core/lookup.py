@@ -231,6 +231,7 @@ class Recycling:
 
 MOST_PLACES = 64  # occurrences among which the next place is chosen
 LEAST_MATCH = 2  # tokens that must agree at a new position
+PREDICTION_CHUNK = 1024  # tokens of a prediction that are read at a time, in about a millisecond
 
 
 class Cursor(NamedTuple):
@@ -250,17 +251,21 @@ class Prediction:
     While the output agrees, the cursor moves through the prediction. After a difference the cursor moves to an occurrence of the end of the
     output in the prediction; as long as that is shorter than LEAST_MATCH, one token is assumed to be replaced or inserted.
 
-    prediction: the expected output. prefix: number of tokens of the text before the output; if their end occurs in the prediction, the
-    output may start there.
+    prediction: the expected output. It is read PREDICTION_CHUNK tokens at a time, with every `extend`, so that a long one holds up no
+    other text; only what was read is searched. prefix: number of tokens of the text before the output; if their end occurs in the
+    prediction, the output may start there.
     """
 
     def __init__(self, prediction: Sequence[int], *, prefix: int = 0) -> None:
         self.text = tuple(prediction)
-        self._automaton = SuffixAutomaton(self.text)
+        self._automaton = SuffixAutomaton(self.text[:PREDICTION_CHUNK])
         self._prefix_left = prefix
         self._cursor = Cursor((0,), 0, 0, 0, 0)
 
     def extend(self, tokens: Sequence[int]) -> None:
+        known = len(self._automaton)
+        for token in self.text[known : known + PREDICTION_CHUNK]:
+            self._automaton.append(token)
         before, self._prefix_left = tokens[: self._prefix_left], max(0, self._prefix_left - len(tokens))
         if before:
             self._cursor = self._begin(before, self._cursor)

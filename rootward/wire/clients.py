@@ -53,6 +53,15 @@ class _Remote:
                 # In the middle of being replaced: the old ones serve this call, a later one looks again.
         return self._channels[-1]
 
+    def _decoded(self, message: Any, decode: Callable[[Any], T]) -> T:
+        """The value of a received message. IncompatiblePair for one that cannot be read; grpc gives None for bytes that are no message."""
+        try:
+            if message is None:
+                raise ValueError("its bytes are no message")
+            return decode(message)
+        except ValueError as error:
+            raise IncompatiblePair(f"{self.address} sent a message that cannot be read: {error}") from error
+
     async def close(self) -> None:
         """Close the channel; RPCs under way end with Unavailable."""
         channels = self._channels
@@ -93,12 +102,7 @@ class RemoteDrafter(_Remote):
         try:
             while (message := await _next(call)) is not None:
                 self._on_frame("received", message.ByteSize())
-                try:
-                    frame = drafter_codec.FROM_DRAFTER.from_pb(message)
-                except ValueError as error:
-                    text = f"{self.address} sent a message that cannot be read: {error}"
-                    raise IncompatiblePair(text) from error
-                yield frame
+                yield self._decoded(message, drafter_codec.from_drafter_from_pb)
         except Unavailable:
             if writer.done() and not writer.cancelled() and (failure := writer.exception()) is not None:
                 raise failure from None
@@ -125,7 +129,7 @@ class RemoteDrafter(_Remote):
     async def get_info(self) -> DrafterInfo:
         stub = drafter_pb2_grpc.DrafterStub(self._channel())
         call = stub.GetInfo(drafter_pb2.GetDrafterInfoRequest(), timeout=self._rpc_timeout_s)
-        return drafter_codec.INFO.from_pb(await _awaited(call))
+        return self._decoded(await _awaited(call), drafter_codec.INFO.from_pb)
 
 
 class RemoteVerifier(_Remote):
@@ -178,7 +182,7 @@ class RemoteVerifier(_Remote):
     async def get_info(self) -> VerifierInfo:
         stub = verifier_pb2_grpc.VerifierStub(self._channel())
         call = stub.GetInfo(verifier_pb2.GetVerifierInfoRequest(), timeout=self._rpc_timeout_s)
-        return verifier_codec.INFO.from_pb(await _awaited(call))
+        return self._decoded(await _awaited(call), verifier_codec.INFO.from_pb)
 
 
 async def _next(call: Any) -> Any:

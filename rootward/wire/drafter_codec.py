@@ -48,6 +48,7 @@ from rootward.wire.records import Conversion, Record, enum, numbers_of, u32
 from rootward.wire.values_codec import MODEL
 
 MOST_NUMBERS = 1 << 20  # of the features in one message
+MOST_ANSWERS = 1 << 15  # in one message of a drafter: an empty one has two bytes, and takes microseconds to read
 LARGEST_FEATURE = 1e6
 TOKEN_WIDTH = 3  # bytes, fixed: when a node arrives must not depend on which token it is
 
@@ -227,6 +228,16 @@ def to_drafter_to_pb(value: ToDrafter) -> drafter_pb2.ToDrafter:
         ],
         features=[OPEN_FEATURES.to_pb(message) for message in value.features],
     )
+
+
+def from_drafter_from_pb(pb: drafter_pb2.FromDrafter) -> FromDrafter:
+    """Growth that cannot be read costs its slot; anything else that cannot is a ValueError."""
+    num_answers = len(pb.grows) + len(pb.need_syncs) + len(pb.rejects)
+    if num_answers > MOST_ANSWERS:
+        raise ValueError(
+            f"grows, need_syncs, rejects: {num_answers} are more than {MOST_ANSWERS}; send several messages"
+        )
+    return FROM_DRAFTER.from_pb(pb)
 
 
 def to_drafter_from_pb(pb: drafter_pb2.ToDrafter) -> ToDrafter:

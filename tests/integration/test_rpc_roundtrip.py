@@ -325,3 +325,21 @@ async def test_health_and_reflection():
         await listed.write(b"\x3a\x00")  # list_services
         assert VERIFIER.encode() in await listed.read()
         listed.cancel()
+
+
+@pytest.mark.parametrize(("remote", "service"), [(RemoteVerifier, VERIFIER), (RemoteDrafter, DRAFTER)])
+async def test_an_answer_that_cannot_be_read_is_an_error_of_the_peer(remote, service):
+    """Anything else would end the loop that polls all verifiers, and with it the gateway."""
+
+    async def no_message(request, context):
+        return b"\x0a\xff"
+
+    server = grpc.aio.server()
+    handlers = {"GetInfo": grpc.unary_unary_rpc_method_handler(no_message)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with remote(f"127.0.0.1:{port}") as peer:
+        with pytest.raises(errors.IncompatiblePair, match="cannot be read: its bytes are no message"):
+            await peer.get_info()
+    await server.stop(0)

@@ -191,6 +191,16 @@ def test_an_output_under_way_when_the_text_is_opened_is_found() -> None:
     assert 10 in named(source)  # or it has not begun
 
 
+def test_a_long_prediction_is_read_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read at once, the longest one of each choice of a request would hold up all other texts for half a second."""
+    monkeypatch.setattr("rootward.core.lookup.PREDICTION_CHUNK", 4)
+    source = Prediction(PREDICTED)
+    assert len(source._automaton) == 4
+    assert follow(source, 10) == PREDICTED  # which needs no search
+    assert [len(fed(source, [token])._automaton) for token in (10, 99, 98)] == [8, 10, 10]
+    assert follow(fed(source, [16, 17]), 2) == [18, 19]
+
+
 # -- merging ----------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from gateway.ledger import Ledger
 from gateway.redis_store import open_store
 from gateway.router import PUBLISHED_S, TTL_S, Prefixes, prefix_keys, prefix_lengths, tokens_held
 from gateway.session_store import INTERRUPTED, MemoryStore, Run, StoreUnavailable, Write
-from rootward.core.requests import VerifierRequest
+from rootward.core.requests import TokenLogprob, VerifierRequest
 from rootward.errors import StaleEpoch, Unavailable
 
 
@@ -117,6 +117,37 @@ async def test_a_log_that_vanished_is_written_again(store, ledger):
     for _ in range(3):
         await ledger.flush()
     assert await logged(store) == (1, 2, 3)
+
+
+async def test_a_long_backlog_is_written_in_parts(store, ledger, monkeypatch):
+    """A Redis that comes back empty is told all outputs again. In one write they would take longer than it may, each time anew."""
+    monkeypatch.setattr("gateway.ledger.MOST_WRITTEN", 8)
+    sizes, write = [], store.write
+
+    async def watched(writes, ttl_s):
+        sizes.append(
+            sum(len(one.run) * (1 + len(one.run.logprobs[0].top) if one.run.logprobs else 1) for one in writes)
+        )
+        return await write(writes, ttl_s)
+
+    store.write = watched
+    plain, told = await ledger.begin("r"), await ledger.begin("told")
+    output = tuple(range(20))
+    likely = TokenLogprob(-1.0, ((1, -1.0), (2, -1.5)))
+    ledger.extend(plain, run(*output))
+    ledger.extend(told, Run(output, (False,) * 20, (likely,) * 20))
+    await ledger.flush()
+    assert await logged(store) == (await record_of(store, "told")).output.tokens == output
+    store._requests.clear()  # Redis restarted empty
+    ledger.end(plain, "finished")
+    ledger.end(told, "finished")
+    for _ in range(2):  # the first finds that out
+        await ledger.flush()
+    assert max(sizes) <= 8
+    for name in ("r", "told"):
+        assert store._requests[name].fields["state"] == "finished"
+        assert store._requests[name].log.tokens == output
+    assert not ledger._entries
 
 
 async def test_an_append_whose_answer_was_lost_is_not_written_twice(store, ledger):

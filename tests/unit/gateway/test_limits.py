@@ -14,6 +14,7 @@ from gateway.auth import Caller, Scope
 from gateway.choices import outputs
 from gateway.models import Models
 from gateway.requests import Chat, GenerateRequest
+from gateway.service import MIN_CONTEXT
 from gateway.session_store import Rate
 from gateway.tokenizer import LARGE_CHARACTERS, TokenizerPool
 from rootward.client import AsyncClient
@@ -33,6 +34,18 @@ async def test_without_a_setting_the_context_bounds_the_characters():
     async with serving() as service:
         with pytest.raises(ContextLengthExceeded, match="characters are more than"):
             await service.tokenize("x" * 10_000_000)
+
+
+async def test_messages_without_text_are_counted_too(monkeypatch):
+    """A template writes at least a token for each."""
+    async with serving() as service:
+        monkeypatch.setattr(service, "tokenizer", None)
+        chat = Chat(({"role": "", "content": ""},) * (MIN_CONTEXT + 1))
+        for call in (service.tokenize(chat), collect(service, GenerateRequest(chat))):
+            with pytest.raises(
+                ContextLengthExceeded, match=f"messages: {MIN_CONTEXT + 1} are more than the {MIN_CONTEXT}"
+            ):
+                await call
 
 
 async def test_tokenising_is_charged_to_the_tenant():

@@ -8,7 +8,7 @@ from support.records import record_of
 from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, ids_of, serving
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
-from gateway.detokenizer import text_of
+from gateway.detokenizer import Output, text_of
 from gateway.requests import GenerateRequest, Resume
 from gateway.session_store import MemoryStore
 from rootward.core.requests import DraftMode, FinishReason, Rule, Speculation
@@ -254,6 +254,48 @@ async def test_what_cannot_be_resumed_is_named(resume, words):
             await collect(service, GenerateRequest("a", request_id="one", resume=resume))
         with pytest.raises(InvalidRequest, match="request_id: "):
             await collect(service, GenerateRequest("a", resume=Resume(0)))
+
+
+async def test_more_resume_tokens_than_the_request_may_have_are_refused():
+    """Each of them takes tens of microseconds of the gateway, and a message has room for a million."""
+    async with serving() as service:
+        with pytest.raises(
+            InvalidRequest, match="resume_tokens: 3 tokens, for max_tokens of this request, are more than 2"
+        ):
+            await collect(service, ask(3, IDS[:3], max_tokens=2))
+
+
+async def test_other_streams_run_while_a_long_output_is_resumed(monkeypatch):
+    monkeypatch.setattr("gateway.generation.REPLAYED_TOKENS", 2)
+    verifier = SpellingVerifier()
+    async with serving(verifier) as service:
+        turns, running = 0, True
+
+        async def others():
+            nonlocal turns
+            while running:
+                turns += 1
+                await asyncio.sleep(0)
+
+        held = IDS[:9]
+        told = service.generate(ask(len(held), held))
+        other = asyncio.create_task(others())
+        seen = []
+        push = Output.push
+
+        def watched(self, tokens, accepted, logprobs=()):
+            if len(seen) < 5:
+                seen.append((len(tokens), turns))
+            return push(self, tokens, accepted, logprobs)
+
+        monkeypatch.setattr(Output, "push", watched)
+        ids = [token async for delta in told for token in ids_of(delta)]
+        running = False
+        await other
+        assert (*held, *ids) == IDS
+        assert [size for size, _ in seen] == [2, 2, 2, 2, 1]
+        assert len({turn for _, turn in seen}) == 5  # the others had a turn between two of them
+        await at_rest(service, verifier)
 
 
 async def test_tokens_that_are_not_the_output_are_refused():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from support.services import request, tabular_pair, verifier_of
 
+from rootward.clock import Watchdog
 from rootward.core.frames import HelloAck
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
-from rootward.errors import StaleEpoch
+from rootward.errors import StaleEpoch, Unavailable
 from verifier_service.drafter_link import Link
 from verifier_service.kv_admission import MAX_SEEDS_REMEMBERED
 from verifier_service.session import Session
@@ -81,3 +82,13 @@ def test_neither_load_nor_other_sessions_change_a_round_that_has_begun() -> None
     assert begun(one) == 8
     one.round.max_nodes = None  # the next round
     assert begun(one) == 0
+
+
+async def test_a_verifier_whose_step_does_not_end_tells_its_callers() -> None:
+    """They go on with another one, also where no supervisor restarts it."""
+    target, _ = tabular_pair()
+    async with verifier_of(target, {}) as service:
+        service.engine.watchdog = Watchdog(limit_s=0.0)
+        await service.get_info()
+        with service.engine.watchdog.step(), pytest.raises(Unavailable, match="step"):
+            await service.get_info()

@@ -18,7 +18,7 @@ from rootward.core.living_tree import LivingTree, MalformedFrame
 from rootward.core.requests import Sampling, VerifierRequest
 from rootward.v1 import control_pb2, drafter_pb2, generate_pb2, verifier_pb2
 from rootward.wire.channel import split_message
-from rootward.wire.drafter_codec import MOST_NUMBERS
+from rootward.wire.drafter_codec import MOST_ANSWERS, MOST_NUMBERS, from_drafter_from_pb
 from rootward.wire.records import Record
 
 GOOD = drafter_pb2.Features(num_rows=1, values=bytes(4))
@@ -278,3 +278,10 @@ def test_a_record_refuses_fields_that_the_message_does_not_have():
 def test_a_record_refuses_enums_and_messages_without_a_conversion():
     with pytest.raises(TypeError, match="laws: is a message or an enum"):
         Record(Mode, drafter_pb2.HelloAck)
+
+
+def test_a_message_of_millions_of_empty_answers_is_refused_before_they_are_read():
+    """Two bytes each, microseconds each: 4 MiB of them would stop the verifier of all other drafters for ten seconds."""
+    many = drafter_pb2.FromDrafter.FromString(b"\x12\x00" * (MOST_ANSWERS + 1))
+    with pytest.raises(ValueError, match=f"grows, need_syncs, rejects: {MOST_ANSWERS + 1} are more than"):
+        from_drafter_from_pb(many)
