@@ -372,12 +372,17 @@ def passages(tokenizer: Any, count: int, tokens: int) -> list[str]:
 
 
 def jobs_of(given: argparse.Namespace) -> list[Job]:
-    """One per temperature, batch size and repetition; the first repetition of each is a warm-up."""
-    settings = list(itertools.product(range(given.repeats + 1), given.temperatures, given.batches))
-    texts = iter(prompts_of(given, sum(batch for _, _, batch in settings)))
+    """One per temperature, batch size and repetition; the first repetition of each is a warm-up.
+
+    Each setting has consecutive texts, and so all kinds of tasks alike: how much drafts gain depends on the task most of all."""
+    settings = list(itertools.product(given.temperatures, given.batches))
+    repeats = range(given.repeats + 1)
+    texts = iter(prompts_of(given, len(repeats) * sum(batch for _, batch in settings)))
+    dealt = [[tuple(itertools.islice(texts, batch)) for _ in repeats] for _, batch in settings]
     return [
-        Job(tuple(itertools.islice(texts, batch)), temperature, given.max_tokens, repeat)
-        for repeat, temperature, batch in settings
+        Job(prompts[repeat], temperature, given.max_tokens, repeat)
+        for repeat in repeats
+        for (temperature, _), prompts in zip(settings, dealt, strict=True)
     ]
 
 

@@ -78,6 +78,17 @@ def test_prompts_of_all_jobs_differ():
     assert len(set(texts)) == len(texts)
 
 
+def test_each_setting_has_all_kinds_of_tasks():
+    """One had "Explain …" alone and another one programs, so their gains could not be compared."""
+    given = peers.parser().parse_args(["--model", str(paths().target), "--batches", "1", "8", "--repeats", "5"])
+    tasks = defaultdict(set)
+    for job in peers.jobs_of(given):
+        for prompt in job.prompts:
+            found = [i for i, task in enumerate(peers.TASKS) if task.partition("{")[0] in prompt]
+            tasks[job.temperature, len(job.prompts)].update(found)
+    assert set(map(len, tasks.values())) == {len(peers.TASKS)}
+
+
 def test_long_prompts_are_different_passages_with_a_question():
     given = peers.parser().parse_args(["--model", str(paths().target), "--batches", "2", "--prompt-tokens", "700"])
     texts = peers.prompts_of(given, 5)
