@@ -501,10 +501,10 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigurationError("--model: missing; give the folder of the model, or --show RESULT.json")
     else:
         report = asyncio.run(measure(given))
-    print_tables(report)
-    if given.out is not None:
+    if given.out is not None:  # before a closed pipe of `| head` ends the process
         save(given.out, report)
         given.out.with_suffix(".md").write_text(as_markdown([report]), encoding="utf-8")
+    print_tables(report)
     reports = [report, *(json.loads(path.read_text(encoding="utf-8")) for path in given.more)]
     if given.readme is not None:
         write_readme(given.readme, reports)
