@@ -40,11 +40,18 @@ class TreeMatcher:
         return TreeMatcher(self._matcher.deep_copy(), self._vocab_size, self._end_ids)
 
     def advance(self, tokens: Sequence[int]) -> bool:
-        """Consume tokens; False if they do not match. Tokens that end a generation are skipped."""
-        text = [int(t) for t in tokens if t not in self._end_ids]
-        fits = not self.broken and self._matcher.try_consume_tokens(text) == len(text)
+        """Consume tokens; False if they do not match, or the text may not end where the first token that ends a generation comes: the mask
+        of a node below which nothing fits allows no other. Tokens that end a generation are skipped."""
+        at_end = next((i for i, t in enumerate(tokens) if t in self._end_ids), len(tokens))
+        fits = not self.broken and self._consume(tokens[:at_end])
+        if fits and at_end < len(tokens):
+            fits = self._matcher.is_accepting() and self._consume(tokens[at_end:])
         self._notice()
         return fits and not self.broken
+
+    def _consume(self, tokens: Sequence[int]) -> bool:
+        text = [int(t) for t in tokens if t not in self._end_ids]
+        return bool(self._matcher.try_consume_tokens(text) == len(text))
 
     def masks(self, tree: TokenTree) -> NDArray[np.uint8]:
         """[N, 4·⌈V / 32⌉]: which tokens may follow each node, one bit each; all of them after a node that cannot be reached.

@@ -174,6 +174,7 @@ async def test_the_same_drafter_as_a_process() -> None:
 # -- the law ----------------------------------------------------------------------------------------------------------
 
 ALPHA = 1e-4
+PAIRS = 600  # of requests
 
 
 @pytest.mark.parametrize("rule", [Rule.TRAVERSAL, Rule.TOKEN])
@@ -191,7 +192,7 @@ async def first_tokens_of_the_second_of_two(drafter: DrafterService, target: Tab
     as after many others."""
     counts = np.zeros(target.info.vocab_size)
     async with in_process(target, drafter, topk=1) as verifier:
-        for seed in range(300):
+        for seed in range(PAIRS):
             for _ in range(2):
                 wish = request(f"{seed}", max_tokens=4, seed=seed, rule=Rule.TRAVERSAL, law=DraftMode.SAMPLED)
                 tokens, _ = await collect(verifier, wish)
@@ -203,7 +204,7 @@ async def first_tokens_of_the_second_of_two(drafter: DrafterService, target: Tab
 async def test_a_memory_of_the_session_s_own_coins_changes_the_distribution() -> None:
     """Requests with one seed and one id share their coins: what one has said must not decide the tree of the other."""
     target = TabularModel(5, seed=4, sharpness=0.5)
-    wanted = target.law(PROMPT) * 300
+    wanted = target.law(PROMPT) * PAIRS
 
     def p(counts: np.ndarray) -> float:
         return float(chi2.sf(float(((counts - wanted) ** 2 / wanted).sum()), 4))
