@@ -378,11 +378,11 @@ def jobs_of(given: argparse.Namespace) -> list[Job]:
     settings = list(itertools.product(given.temperatures, given.batches))
     repeats = range(given.repeats + 1)
     texts = iter(prompts_of(given, len(repeats) * sum(batch for _, batch in settings)))
-    dealt = [[tuple(itertools.islice(texts, batch)) for _ in repeats] for _, batch in settings]
+    prompts_of_settings = [[tuple(itertools.islice(texts, batch)) for _ in repeats] for _, batch in settings]
     return [
         Job(prompts[repeat], temperature, given.max_tokens, repeat)
         for repeat in repeats
-        for (temperature, _), prompts in zip(settings, dealt, strict=True)
+        for (temperature, _), prompts in zip(settings, prompts_of_settings, strict=True)
     ]
 
 

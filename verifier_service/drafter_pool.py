@@ -215,7 +215,7 @@ class DrafterPool:
         link = self._named(name)
         draft = link.open(session, self._shape, trusted=self._trusts(name, link.pool))
         if draft.shared:
-            session.told.add((name, draft.pool))
+            session.knows_noise.add((name, draft.pool))
         return draft
 
     def _named(self, name: str) -> Link:

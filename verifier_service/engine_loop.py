@@ -267,7 +267,7 @@ class EngineLoop:
         This includes rounds without a node of that drafter: if it knew the token that such a round draws, it could hold its nodes back
         for some tokens only. A drafter that was told the noise of the bonus tokens could also choose by them when to leave, now or after
         it has come back, so its session is verified by match to the end."""
-        session.matched = session.matched or not all(self.audit.trusts(*drafter) for drafter in session.told)
+        session.matched = session.matched or not all(self.audit.trusts(*drafter) for drafter in session.knows_noise)
         draft = session.draft
         trusted = draft is None or self.audit.trusts(draft.link.name, draft.pool)
         return session.rule if trusted and not session.matched else Rule.MATCH

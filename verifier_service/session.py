@@ -1,8 +1,8 @@
 """One generation inside the verifier: committed tokens, its tree, its counts.
 
 A session is a state machine (`TRANSITIONS`) without I/O. Each part has one writer, and all of them run in the engine loop, between steps:
-text, KV, state and output the methods of `Session`; `draft`, `next_draft` and `told` the `DrafterPool`; `local_drafts` the `LocalDrafts`;
-`round` the `Rounds`; `features` and `matched` the `EngineLoop`.
+text, KV, state and output the methods of `Session`; `draft`, `next_draft` and `knows_noise` the `DrafterPool`; `local_drafts` the
+`LocalDrafts`; `round` the `Rounds`; `features` and `matched` the `EngineLoop`.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Session:
     eos_ids: frozenset[int]
     strategy: DraftStrategy = BEST_FIRST
     uses_drafters: bool = True
-    secret: int = 0
+    secret: int = field(default=0, repr=False)
     state: State = State.QUEUED
 
     # text and KV
@@ -186,7 +186,7 @@ class Session:
     local: LocalDraft | None = None  # that of the present round
     features: TextFeatures | None = None  # kept while a drafter with a head may draft for it
     unfit: set[str] = field(default_factory=set)  # names of drafters that can never draft for it
-    told: set[tuple[str, str]] = field(default_factory=set)  # (name, pool) of drafters that know its bonus noise
+    knows_noise: set[tuple[str, str]] = field(default_factory=set)  # drafters (name, pool), of bonus tokens
     matched: bool = False  # by match to the end, because one of these is not trusted any more
     statistics: Statistics = field(default_factory=Statistics)  # of rounds of its kind
 
