@@ -32,6 +32,7 @@ from rootward.core.frames import (
     Grow,
     Hello,
     HelloAck,
+    Launch,
     Load,
     NeedSync,
     Open,
@@ -176,7 +177,7 @@ class DrafterService:
                 if frame.hello is not None:
                     stream.ack, stream.load, stream.greeted = self._answer(frame.hello), self._load(stream), True
                     stream.ready.set()
-                if frame.opens or frame.commits or frame.closes or frame.features or frame.unreadable:
+                if frame.opens or frame.commits or frame.closes or frame.features or frame.launches or frame.unreadable:
                     self._post(stream, frame)
                 await stream.room()
         finally:
@@ -309,7 +310,8 @@ class DrafterService:
         out: list[Answer] = [(stream, reject) for reject in frame.unreadable]
         for slot in [close.slot for close in frame.closes] + [reject.slot for reject in frame.unreadable]:
             self._close((stream.number, slot))
-        messages: tuple[Commit | Open | OpenFeatures, ...] = (*frame.commits, *frame.opens, *frame.features)
+        messages: tuple[Commit | Open | OpenFeatures | Launch, ...]
+        messages = *frame.commits, *frame.opens, *frame.features, *frame.launches
         for message in messages:
             try:
                 out += self._open(stream, message) if isinstance(message, Open) else self._advance(stream, message)
@@ -318,11 +320,14 @@ class DrafterService:
                 out += self._give_up((stream.number, message.slot), "internal error")
         return out
 
-    def _advance(self, stream: Stream, message: Commit | OpenFeatures) -> list[Answer]:
+    def _advance(self, stream: Stream, message: Commit | OpenFeatures | Launch) -> list[Answer]:
         key = stream.number, message.slot
         answers: Sequence[Grow | NeedSync | Reject]
         if isinstance(message, Commit):
             answers = self.grower.commit(key, message)
+        elif isinstance(message, Launch):
+            self.grower.launch(key, message)
+            answers = []
         else:
             refused = self.grower.add_features(key, message)
             answers = [] if refused is None else [refused]

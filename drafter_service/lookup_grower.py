@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from drafter_service.metrics import Key
-from rootward.core.frames import Commit, Grow, NeedSync, Open, OpenFeatures, Reject, prefix_hash
+from rootward.core.frames import Commit, Grow, Launch, NeedSync, Open, OpenFeatures, Reject, prefix_hash
 from rootward.core.growth import BestFirst, strategy_of
 from rootward.core.living_tree import Fit, LivingTree
 from rootward.core.lookup import Memories, Source, Successors, extend_tree
@@ -115,6 +115,9 @@ class LookupGrower:
             growing.pending += message.tokens
             growing.at_rest, growing.arrived_s = False, time.monotonic()
         return []
+
+    def launch(self, key: Key, message: Launch) -> None:
+        """Nothing: no bonus token is predicted."""
 
     def close(self, key: Key) -> None:
         self.trees.pop(key, None)

@@ -23,6 +23,7 @@ from rootward.core.frames import (
     Grow,
     Hello,
     HelloAck,
+    Launch,
     Load,
     Open,
     Reject,
@@ -133,11 +134,11 @@ class Link:
 
     # -- outbound -----------------------------------------------------------------------------------------------------
 
-    def open(self, session: Session, shape: Shape, *, trusted: bool = True) -> Draft:
-        """Start a tree for the session on this drafter. trusted: it may know the noise of bonus tokens."""
+    def open(self, session: Session, shape: Shape) -> Draft:
+        """Start a tree for the session on this drafter."""
         assert self.ack is not None
         slot, self._next_slot = self._next_slot, self._next_slot + 1
-        message = self._open_message(slot, session, shape, trusted=trusted)
+        message = self._open_message(slot, session, shape)
         node_cap, ahead_cap = message.caps
         tree = LivingTree(
             len(session.tokens),
@@ -151,8 +152,7 @@ class Link:
             copies=message.law is DraftMode.IID,
             chain=message.strategy.name == "chain",
         )
-        shared = message.bonus_key is not None
-        draft = Draft(self, slot, tree, shared, pool=self.pool, opened_s=time.monotonic())
+        draft = Draft(self, slot, tree, message.caps[1] > 0, pool=self.pool, opened_s=time.monotonic())
         draft.unanswered_since_s, draft.wanted = self.stall_clock.now(), message.node_budget or node_cap
         self.drafts[slot] = draft
         self.send_buffer.open(message, self._features(session, len(message.prefix)))
@@ -165,7 +165,7 @@ class Link:
         rows = session.features.before(len(session.tokens), num_tokens)
         return None if rows is None else Features(rows, self.ack.head.int8)
 
-    def _open_message(self, slot: int, session: Session, shape: Shape, *, trusted: bool) -> Open:
+    def _open_message(self, slot: int, session: Session, shape: Shape) -> Open:
         assert self.ack is not None
         request, opening = session.request, session.opening(shape)
         ahead = shape.ahead_on_loopback if is_loopback(self.name) else shape.ahead
@@ -177,7 +177,6 @@ class Link:
             num_atoms=min(opening.num_atoms, self.ack.max_atoms),
             eos_ids=() if request.stopping.ignore_eos else tuple(session.eos_ids),
             ahead_cap=ahead,
-            bonus_key=session.key.bonus() if session.draft_mode.ratio and ahead > 0 and trusted else None,
             prediction=request.prediction,
             tenant=number_of(request.tenant) if request.tenant else 0,
             cache_salt=number_of(request.cache_salt) if request.cache_salt else 0,
@@ -202,6 +201,12 @@ class Link:
         features = self._features(session, len(tokens))
         message = Commit(draft.slot, base, tuple(tokens), draft.tree.hash, node_budget=node_budget, features=features)
         self.send_buffer.commit(message)
+
+    def launch(self, session: Session, draft: Draft) -> None:
+        """Tell the noise of the bonus token of the round that runs now, if the drafter predicts it."""
+        if draft.shared:
+            length = draft.tree.length
+            self.send_buffer.launch(Launch(draft.slot, length, session.key.bonus(length)))
 
     def close(self, draft: Draft, reason: str) -> None:
         """Close a tree at the drafter."""

@@ -58,9 +58,7 @@ class DrafterPool:
         zone: str = "",
         shape: Shape,
         metrics: LinkMetrics | None = None,
-        trusts: Callable[[str, str], bool] = lambda drafter, pool: True,
     ) -> None:
-        self._trusts = trusts
         self._metrics = metrics or LinkMetrics()
         self._metrics.watch(lambda: self.links)
         self._hello, self._on_growth, self._dial = hello, on_growth, dial
@@ -212,14 +210,16 @@ class DrafterPool:
                 draft.link.record_round(draft, missed=True)
 
     def _open(self, session: Session, name: str) -> Draft:
-        link = self._named(name)
-        draft = link.open(session, self._shape, trusted=self._trusts(name, link.pool))
-        if draft.shared:
-            session.knows_noise.add((name, draft.pool))
-        return draft
+        return self._named(name).open(session, self._shape)
 
     def _named(self, name: str) -> Link:
         return next(link for link in self.links if link.name == name)
+
+    def launch(self, session: Session) -> None:
+        """The session's round runs; its tree is fixed."""
+        for draft in (session.draft, session.next_draft):
+            if draft is not None and not draft.closed:
+                draft.link.launch(session, draft)
 
     def commit(self, session: Session, tokens: Sequence[int], budget: Budget) -> None:
         """Send committed tokens to the drafters of a session. The tree of a lost drafter is dropped: its nodes were verified once more. A

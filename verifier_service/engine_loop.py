@@ -94,6 +94,7 @@ class EngineLoop:
         try:
             chunks = [self._chunk(number, size) for number, size in plan.chunks]
             rounds = [self._launch(number, max_nodes) for number, max_nodes in plan.launches]
+            self.pool.flush()
             with self.watchdog.step():
                 loop = asyncio.get_running_loop()
                 outcomes = await loop.run_in_executor(self.thread, self.runner.step, chunks, rounds)
@@ -240,6 +241,7 @@ class EngineLoop:
             self.rounds.start_round_timer(session)
         self.rounds.on_launch(session, len(snapshot.ids) - 1 if snapshot is not None else 0)
         verified, head_request = self.local.launch(session, snapshot), self.local.wanted(session)
+        self.pool.launch(session)
         return Round(
             kv_slot=session.kv_slot,
             root=session.tokens[-1],
@@ -262,15 +264,11 @@ class EngineLoop:
         )
 
     def _rule(self, session: Session) -> Rule:
-        """The rule of the round that begins: match, which is lossless for any tree, while an untrusted drafter grows the session's tree.
-
-        This includes rounds without a node of that drafter: if it knew the token that such a round draws, it could hold its nodes back
-        for some tokens only. A drafter that was told the noise of the bonus tokens could also choose by them when to leave, now or after
-        it has come back, so its session is verified by match to the end."""
-        session.matched = session.matched or not all(self.audit.trusts(*drafter) for drafter in session.knows_noise)
+        """The rule of the round that begins: match, which is lossless for any tree, while an untrusted drafter grows the session's tree,
+        since it may draw nodes otherwise than it declares."""
         draft = session.draft
         trusted = draft is None or self.audit.trusts(draft.link.name, draft.pool)
-        return session.rule if trusted and not session.matched else Rule.MATCH
+        return session.rule if trusted else Rule.MATCH
 
     # -- apply --------------------------------------------------------------------------------------------------------
 

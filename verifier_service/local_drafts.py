@@ -141,8 +141,7 @@ class LocalDrafts:
             return 0
         if session.local.length == len(session.tokens):
             return session.local.num_nodes
-        # No drafter's tree, for reasons outside of it. Where the drafter knows the noise of bonus tokens, it stays alone.
-        alone = session.draft is None or not (session.draft.has_growth or session.shared)
+        alone = session.draft is None or not session.draft.has_growth  # for reasons outside of any tree
         drafts = sorted(session.local_drafts, key=lambda draft: -draft.rank(load))
         for local in drafts if len(session.tokens) % ASK_OTHER_EVERY else reversed(drafts):
             session.local = local

@@ -75,7 +75,7 @@ class Round:
     snapshot        the tree and its declared draft distributions; None: no tree
     prefix          state of the committed text for the processors
     logprobs        as in `VerifierRequest`
-    shared          the bonus token follows noise that the drafter knows (algorithms.md 6.6)
+    shared          the bonus token follows noise that the drafter is told once the round runs (algorithms.md 6.6)
     fill            the end of the prefill: the tokens right before the root whose KV the same forward computes
     copies          siblings are i.i.d. copies, each drawn from the whole distribution
     num_successors  number of most likely next tokens wanted of every row

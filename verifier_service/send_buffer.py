@@ -10,6 +10,7 @@ from rootward.core.frames import (
     Close,
     Commit,
     Features,
+    Launch,
     Open,
     ToDrafter,
     cumulative,
@@ -26,10 +27,11 @@ class SendBuffer:
         self._features: dict[int, Features] = {}  # of the ends of their prefixes
         self._commits: dict[int, Commit] = {}
         self._closes: dict[int, Close] = {}
+        self._launches: dict[int, Launch] = {}
         self._flushed = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._opens) + len(self._commits) + len(self._closes)
+        return len(self._opens) + len(self._commits) + len(self._closes) + len(self._launches)
 
     def open(self, message: Open, features: Features | None = None) -> None:
         self._opens[message.slot] = message
@@ -38,6 +40,7 @@ class SendBuffer:
 
     def commit(self, message: Commit) -> None:
         slot = message.slot
+        self._launches.pop(slot, None)  # that round is over
         if slot in self._opens:
             self._opens[slot] = opened_at(self._opens[slot], message)
             features = joined_features(self._features.pop(slot, None), message.features, len(message.tokens))
@@ -48,16 +51,20 @@ class SendBuffer:
         else:
             self._commits[slot] = message
 
+    def launch(self, message: Launch) -> None:
+        self._launches[message.slot] = message
+
     def close(self, slot: int, reason: str) -> None:
         """If its Open was not sent yet, neither is sent."""
-        self._commits.pop(slot, None)
-        self._features.pop(slot, None)
+        for messages in (self._commits, self._features, self._launches):
+            messages.pop(slot, None)
         if self._opens.pop(slot, None) is None:
             self._closes[slot] = Close(slot, reason)
 
     def clear(self) -> None:
         """Drop all messages: the stream has ended."""
-        self._opens, self._commits, self._closes, self._features = {}, {}, {}, {}
+        for messages in (self._opens, self._commits, self._closes, self._features, self._launches):
+            messages.clear()
         self._flushed.clear()
 
     def flush(self) -> bool:
@@ -78,6 +85,7 @@ class SendBuffer:
             commits=tuple(self._commits.values()),
             closes=tuple(self._closes.values()),
             features=tuple(parts),
+            launches=tuple(self._launches.values()),
         )
         self.clear()
         return frame

@@ -86,7 +86,6 @@ class VerifierService:
             zone=settings.zone,
             shape=settings.shape,
             metrics=self.metrics.links,
-            trusts=self.audit.trusts,
         )
         self.engine = EngineLoop(
             self.runner,

@@ -1,8 +1,8 @@
 """One generation inside the verifier: committed tokens, its tree, its counts.
 
 A session is a state machine (`TRANSITIONS`) without I/O. Each part has one writer, and all of them run in the engine loop, between steps:
-text, KV, state and output the methods of `Session`; `draft`, `next_draft` and `knows_noise` the `DrafterPool`; `local_drafts` the
-`LocalDrafts`; `round` the `Rounds`; `features` and `matched` the `EngineLoop`.
+text, KV, state and output the methods of `Session`; `draft` and `next_draft` the `DrafterPool`; `local_drafts` the
+`LocalDrafts`; `round` the `Rounds`; `features` the `EngineLoop`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Draft:
     link                 the stream to the drafter
     closed               the drafter is gone. The nodes that have arrived are verified once, because to drop them now would depend on
                          their values; then the draft is dropped
-    shared               the drafter knows the noise of the bonus tokens
+    shared               the drafter predicts the bonus token of each round, whose noise it is told once the round runs
     pool                 of the drafter when the tree was opened: it may name another one when it comes back
     at_rest              the drafter sends no more nodes before the next commit
     has_growth           growth has arrived; before, the drafter reads the prompt and no round waits
@@ -186,8 +186,6 @@ class Session:
     local: LocalDraft | None = None  # that of the present round
     features: TextFeatures | None = None  # kept while a drafter with a head may draft for it
     unfit: set[str] = field(default_factory=set)  # names of drafters that can never draft for it
-    knows_noise: set[tuple[str, str]] = field(default_factory=set)  # drafters (name, pool), of bonus tokens
-    matched: bool = False  # by match to the end, because one of these is not trusted any more
     statistics: Statistics = field(default_factory=Statistics)  # of rounds of its kind
 
     round: PresentRound = field(default_factory=PresentRound)
@@ -236,9 +234,8 @@ class Session:
     @property
     def key(self) -> Key:
         """Key of its random numbers. Under ratio tests two requests of one seed have different ones: the rounds of one request decide how
-        many nodes the rounds of the other have (`speculation.py`). So have two attempts at a request: a drafter of the first may know the
-        noise of its bonus tokens, and not be trusted in the second. No drafter can compute them: clients choose seeds that are easily
-        guessed."""
+        many nodes the rounds of the other have (`speculation.py`). So have two attempts at a request: drafters of the first know the noise
+        of some of its bonus tokens. No drafter can compute them: clients choose seeds that are easily guessed."""
         attempt = f"{self.secret} {self.request.epoch} {self.request.request_id}"
         own = 0 if self.rule is Rule.MATCH else number_of(attempt)
         return Key(self.request.seed ^ own, self.request.choice)
@@ -252,7 +249,7 @@ class Session:
 
     @property
     def shared(self) -> bool:
-        """Its drafter knows the noise of the bonus tokens."""
+        """The bonus token follows the noise by which its drafter predicts it."""
         return self.draft is not None and self.draft.shared
 
     @property

@@ -141,7 +141,6 @@ class Open:
     topk: int  # most children per node
     eos_ids: tuple[int, ...] = ()  # never draft below these
     ahead_cap: int = 0  # most nodes alive in guesses and below them; 0: no guesses
-    bonus_key: int | None = None  # of the bonus noise alone (`rng.Key.bonus`); None: guesses are the likeliest tokens
     prediction: tuple[int, ...] = ()  # the output that the client expects, from its beginning
     num_prompt: int = 0  # tokens of prefix before the output; read with a prediction
     traceparent: str = ""  # W3C trace context of the session; "": none
@@ -206,6 +205,15 @@ class OpenFeatures:
     slot: int
     first: int
     features: Features = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The round at the text of length base_len runs, with a snapshot of the tree. bonus_key: of its bonus noise alone (`rng.Key.bonus`)."""
+
+    slot: int
+    base_len: int
+    bonus_key: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +301,7 @@ class ToDrafter:
     commits: tuple[Commit, ...] = ()
     closes: tuple[Close, ...] = ()
     features: tuple[OpenFeatures, ...] = ()
+    launches: tuple[Launch, ...] = ()
     unreadable: tuple[Reject, ...] = ()  # slots of Opens and features that came over a wire and cannot be read, and why
 
 

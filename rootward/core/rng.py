@@ -3,11 +3,12 @@
 Philox-4x32-10 ("Parallel Random Numbers: As Easy as 1, 2, 3", Salmon et al. 2011) maps a 64-bit key and a 128-bit
 counter to 128 random bits. Every use has a ROLE, and no two roles share a number: the Philox key is derived from
 (seed, choice, role), and the role's salt is one of the four counter words as well. Derivation is one-way: a drafter that
-has the derived bonus key cannot compute the coins.
+has the derived bonus key of a round can compute neither coins nor the bonus noise of another round.
 
     counter words     0          1                  2                   3
     COIN              node id    position           epoch               salt
-    BONUS             token / 2  position           epoch               salt    (one uniform per position: NO_TOKEN)
+    BONUS             token / 2  position           epoch               salt    (text length of the round: in the derived key)
+    BONUS             NO_TOKEN   position           epoch               salt    (one uniform; no text length)
     TARGET            token / 2  position           0                   salt
     DRAW              word / 2   draw number, low   draw number, high   salt    (incarnation: in the derived key)
 
@@ -59,9 +60,10 @@ class Key:
         digest = blake2b(packed, digest_size=8, person=b"rootward" + role.name.encode()).digest()
         return int.from_bytes(digest, "little")
 
-    def bonus(self) -> int:
-        """The derived key of the bonus noise alone, for a drafter that predicts bonus tokens."""
-        return self.derive(Role.BONUS)
+    def bonus(self, length: int) -> int:
+        """The derived key of the bonus noise of the round that begins at this text length, and of nothing else. A drafter that predicts
+        the bonus token is told it once the round runs."""
+        return self.derive(Role.BONUS, length)
 
 
 def coins(key: Key, epoch: int, position: int, node_ids: ArrayLike) -> Floats:
@@ -79,10 +81,9 @@ def coins_batch(rounds: Sequence[tuple[Key, int, int, ArrayLike]]) -> Floats:
     return (first >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def bonus_gumbel(key: Key | int, epoch: int, position: int, tokens: int | ArrayLike) -> Floats:
-    """Gumbel noise of the bonus token emitted at a position; `tokens` is V (for 0..V-1) or the ids asked for. key: or `Key.bonus`."""
-    derived = key if isinstance(key, int) else key.bonus()
-    return _gumbel(_per_token(derived, Role.BONUS, tokens, _counter(position), _counter(epoch)))
+def bonus_gumbel(bonus_key: int, epoch: int, position: int, tokens: int | ArrayLike) -> Floats:
+    """Gumbel noise of the bonus token emitted at a position; `tokens` is V (for 0..V-1) or the ids asked for. bonus_key: `Key.bonus`."""
+    return _gumbel(_per_token(bonus_key, Role.BONUS, tokens, _counter(position), _counter(epoch)))
 
 
 def bonus_coin(key: Key, epoch: int, position: int) -> float:

@@ -33,6 +33,7 @@ from rootward.core.frames import (
     Commit,
     Features,
     Grow,
+    Launch,
     NeedSync,
     Open,
     OpenFeatures,
@@ -82,6 +83,7 @@ class GrowingTree:
     history: History | None = None  # token counts of the text, for penalties
     sampling: Sampling = field(default_factory=Sampling)  # applied to the draft logits
     likely: dict[int, Ints] = field(default_factory=dict)  # rows of `Found.likely` by node, if `shares_bonus`
+    bonus_key: int | None = None  # of the running round; None: no round runs at the present root, as far as is known
     nodes: int = 0  # most nodes that the next round verifies
     # For a draft head: features of the target before each of the first tokens of `pending`. Later tokens wait for theirs.
     features: NDArray[np.float32] | None = None
@@ -100,7 +102,7 @@ class GrowingTree:
     @property
     def shares_bonus(self) -> bool:
         """Bonus tokens are predicted with the noise that the verifier draws them with."""
-        return self.open.bonus_key is not None and self.growth.budget.num_predictions > 0
+        return self.ratio and self.growth.budget.num_predictions > 0
 
     @property
     def ahead(self) -> bool:
@@ -295,6 +297,12 @@ class Grower(Generic[K]):
         growing.follow_prediction(message.tokens)
         return unsent
 
+    def launch(self, key: K, message: Launch) -> None:
+        """The round at the present root runs: predictions of its bonus token can be made. Nothing if the tree has moved on or is closed."""
+        growing = self.trees.get(key)
+        if growing is not None and growing.tree.length == message.base_len:
+            growing.bonus_key, growing.growth.launched = message.bonus_key, True
+
     def close(self, key: K) -> None:
         if (growing := self.trees.pop(key, None)) is not None:
             self.model.close(growing.kv_slot)
@@ -372,11 +380,11 @@ class Grower(Generic[K]):
         likely: dict[int, Ints] = {}
 
         def predicted(node: int, row: DraftDistribution) -> Ints:
-            if message.bonus_key is None or node not in likely:
+            if growing.bonus_key is None or node not in likely:
                 return row.ids
             ids, mass = likely_tokens(likely[node])
             held = mass > 0.0
-            return shared_order(message.bonus_key, message.epoch, tree.at(node).depth, ids[held], mass[held])
+            return shared_order(growing.bonus_key, message.epoch, tree.at(node).depth, ids[held], mass[held])
 
         growth = Ahead(
             growth_of(tree, strategy, max_positions=info.max_positions, block=self.num_marginals > 0),
@@ -403,6 +411,7 @@ class Grower(Generic[K]):
 
     def _reroot(self, growing: GrowingTree, tokens: Sequence[int]) -> None:
         """Commit the part of the path whose KV is cached; the rest becomes pending text."""
+        growing.bonus_key = None
         expanded = growing.growth.expanded
         walked = growing.growth.commit(tokens)
         held = 0

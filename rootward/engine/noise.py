@@ -20,7 +20,7 @@ from rootward.engine.atoms import host_can_read
 
 MASK = 0xFFFFFFFF
 
-At = tuple[Key, int, int]  # key, epoch, absolute position
+At = tuple[Key | int, int, int]  # key, or the key derived for the role; epoch; absolute position
 
 
 @torch.inference_mode()
@@ -79,7 +79,7 @@ def gumbel(role: Role, at: Sequence[At], vocab: int, device: torch.device | str)
 
 def _numbers(role: Role, at: Sequence[At]) -> np.ndarray:
     """uint64[P, 3]: derived key, position and epoch."""
-    derived = {key: key.derive(role) for key in {key for key, *_ in at}}
+    derived = {key: key.derive(role) if isinstance(key, Key) else key for key in {key for key, *_ in at}}
     return np.array([(derived[key], position, epoch) for key, epoch, position in at], dtype=np.uint64).reshape(-1, 3)
 
 

@@ -55,7 +55,7 @@ class Proposal(Protocol):
 
     rows    the declared draft distribution of each node, (ids int64[k], weight int64[k]); None where nothing was drawn
     length  of the committed text: the absolute position of the first token of the round
-    shared  the bonus token follows noise that the drafter knows (algorithms.md, 6.6)
+    shared  the bonus token follows noise that the drafter is told once the round runs (algorithms.md, 6.6)
     copies  siblings are i.i.d. copies, each drawn from the whole row; multi_step implies it
     """
 
@@ -150,12 +150,14 @@ def _ratio_test(rounds: Sequence[Proposal], scores_TV: torch.Tensor, law: LawFun
     ids = gather_ids(forest, atoms)
     laws = law(forest, ids, weight, *gather(probs_TV, ids))
     stop = stop_nodes(laws, coins_of_nodes([(r.key, r.epoch, r.length) for r in rounds], forest.start))
-    at = [(r.key, r.epoch, r.length + int(d)) for r, d in zip(rounds, forest.depth[stop], strict=True)]
+    at = [(r.epoch, r.length + int(d)) for r, d in zip(rounds, forest.depth[stop], strict=True)]
     bonus = np.empty(len(rounds), dtype=np.int64)
-    for shared, draw in ((False, draw_bonus), (True, shared_bonus)):
-        indices = [b for b, r in enumerate(rounds) if r.shared is shared]
-        if indices:
-            bonus[indices] = draw(probs_TV, laws, stop[indices], [at[b] for b in indices])
+    if own := [b for b, r in enumerate(rounds) if not r.shared]:
+        bonus[own] = draw_bonus(probs_TV, laws, stop[own], [(rounds[b].key, *at[b]) for b in own])
+    if shared := [b for b, r in enumerate(rounds) if r.shared]:
+        keys = [rounds[b].key.bonus(rounds[b].length) for b in shared]
+        noise = [(key, *at[b]) for key, b in zip(keys, shared, strict=True)]
+        bonus[shared] = shared_bonus(probs_TV, laws, stop[shared], noise)
     columns = (stop - forest.start[:-1]).tolist(), bonus.tolist(), laws.draws()
     return [Decision(*values) for values in zip(*columns, strict=True)]
 
@@ -215,7 +217,7 @@ def gather(probs_TV: torch.Tensor, ids_TG: Ints) -> tuple[Floats, Floats]:
 
 
 @torch.inference_mode()
-def draw_bonus(probs_TV: torch.Tensor, law: ForestLaw, stop: Ints, at: Sequence[At]) -> Ints:
+def draw_bonus(probs_TV: torch.Tensor, law: ForestLaw, stop: Ints, at: Sequence[tuple[Key, int, int]]) -> Ints:
     """int64[B]: a token from the residual distribution of each stop node, by the bonus coin of each (key, epoch, position).
 
     The inverse distribution function runs over the gathered tokens first, so a row of the vocabulary is read only where the coin falls
@@ -243,7 +245,7 @@ def draw_bonus(probs_TV: torch.Tensor, law: ForestLaw, stop: Ints, at: Sequence[
 
 @torch.inference_mode()
 def shared_bonus(probs_TV: torch.Tensor, law: ForestLaw, stop: Ints, at: Sequence[At]) -> Ints:
-    """int64[B]: argmax of log r + b for the residual distribution r of each stop node and the bonus noise b of each (key, epoch, position).
+    """int64[B]: argmax of log r + b for the residual distribution r of each stop node and the bonus noise b of each (`Key.bonus`, epoch, position).
 
     Never a token without mass."""
     rows_BV = _residual_rows(probs_TV, law, stop)

@@ -64,7 +64,7 @@ Global___Law: _TypeAlias = Law  # noqa: Y015
 @_typing.final
 class ToDrafter(_message.Message):
     """One frame of the verifier: everything of one engine step, for all sessions of the pair. Closes are applied first, then commits, then opens,
-    then features.
+    then features, then launches.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -74,6 +74,7 @@ class ToDrafter(_message.Message):
     COMMITS_FIELD_NUMBER: _builtins.int
     CLOSES_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
+    LAUNCHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """first frame only"""
@@ -88,6 +89,10 @@ class ToDrafter(_message.Message):
     def features(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenFeatures]:
         """in the order of their tokens"""
 
+    @_builtins.property
+    def launches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Launch]:
+        """of trees under ratio tests that may grow ahead"""
+
     def __init__(
         self,
         *,
@@ -96,10 +101,11 @@ class ToDrafter(_message.Message):
         commits: _abc.Iterable[Global___Commit] | None = ...,
         closes: _abc.Iterable[Global___Close] | None = ...,
         features: _abc.Iterable[Global___OpenFeatures] | None = ...,
+        launches: _abc.Iterable[Global___Launch] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "commits", b"commits", "features", b"features", "hello", b"hello", "opens", b"opens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "commits", b"commits", "features", b"features", "hello", b"hello", "launches", b"launches", "opens", b"opens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -359,7 +365,6 @@ class Open(_message.Message):
     EOS_IDS_FIELD_NUMBER: _builtins.int
     DECODING_FIELD_NUMBER: _builtins.int
     AHEAD_CAP_FIELD_NUMBER: _builtins.int
-    BONUS_KEY_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
@@ -387,8 +392,6 @@ class Open(_message.Message):
     """most children per node"""
     ahead_cap: _builtins.int
     """most nodes alive in guesses and below them; 0 = no guesses"""
-    bonus_key: _builtins.int
-    """of the bonus noise and nothing else; absent = guesses are the likeliest tokens"""
     prediction: _builtins.bytes
     """u32: the output that the client expects, from its beginning"""
     num_prompt: _builtins.int
@@ -435,7 +438,6 @@ class Open(_message.Message):
         eos_ids: _abc.Iterable[_builtins.int] | None = ...,
         decoding: _generate_pb2.Decoding | None = ...,
         ahead_cap: _builtins.int = ...,
-        bonus_key: _builtins.int | None = ...,
         prediction: _builtins.bytes = ...,
         num_prompt: _builtins.int = ...,
         traceparent: _builtins.str = ...,
@@ -445,17 +447,12 @@ class Open(_message.Message):
         cache_salt: _builtins.int = ...,
         num_features: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key", "_node_budget", b"_node_budget", "bonus_key", b"bonus_key", "decoding", b"decoding", "node_budget", b"node_budget", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_node_budget", b"_node_budget", "decoding", b"decoding", "node_budget", b"node_budget", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key", "_node_budget", b"_node_budget", "ahead_cap", b"ahead_cap", "bonus_key", b"bonus_key", "cache_salt", b"cache_salt", "choice", b"choice", "decoding", b"decoding", "eos_ids", b"eos_ids", "epoch", b"epoch", "law", b"law", "max_depth", b"max_depth", "node_budget", b"node_budget", "node_cap", b"node_cap", "num_atoms", b"num_atoms", "num_features", b"num_features", "num_prompt", b"num_prompt", "prediction", b"prediction", "prefix", b"prefix", "sampling", b"sampling", "seed", b"seed", "session", b"session", "slot", b"slot", "strategy", b"strategy", "tenant", b"tenant", "topk", b"topk", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_node_budget", b"_node_budget", "ahead_cap", b"ahead_cap", "cache_salt", b"cache_salt", "choice", b"choice", "decoding", b"decoding", "eos_ids", b"eos_ids", "epoch", b"epoch", "law", b"law", "max_depth", b"max_depth", "node_budget", b"node_budget", "node_cap", b"node_cap", "num_atoms", b"num_atoms", "num_features", b"num_features", "num_prompt", b"num_prompt", "prediction", b"prediction", "prefix", b"prefix", "sampling", b"sampling", "seed", b"seed", "session", b"session", "slot", b"slot", "strategy", b"strategy", "tenant", b"tenant", "topk", b"topk", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__bonus_key: _TypeAlias = _typing.Literal["bonus_key"]  # noqa: Y015
-    _WhichOneofArgType__bonus_key: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key"]  # noqa: Y015
     _WhichOneofReturnType__node_budget: _TypeAlias = _typing.Literal["node_budget"]  # noqa: Y015
     _WhichOneofArgType__node_budget: _TypeAlias = _typing.Literal["_node_budget", b"_node_budget"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__bonus_key) -> _WhichOneofReturnType__bonus_key | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__node_budget) -> _WhichOneofReturnType__node_budget | None: ...
 
 Global___Open: _TypeAlias = Open  # noqa: Y015
@@ -510,6 +507,37 @@ class Commit(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__node_budget) -> _WhichOneofReturnType__node_budget | None: ...
 
 Global___Commit: _TypeAlias = Commit  # noqa: Y015
+
+@_typing.final
+class Launch(_message.Message):
+    """A round runs, so nothing that arrives now can be verified by it. Only now the noise of its bonus token is told: a drafter that knew it
+    before could choose the text by the nodes that it sends.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    BASE_LEN_FIELD_NUMBER: _builtins.int
+    BONUS_KEY_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    base_len: _builtins.int
+    """length of the text at which the round begins, in tokens"""
+    bonus_key: _builtins.int
+    """of the bonus noise of this round and nothing else"""
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        base_len: _builtins.int = ...,
+        bonus_key: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "bonus_key", b"bonus_key", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Launch: _TypeAlias = Launch  # noqa: Y015
 
 @_typing.final
 class Close(_message.Message):

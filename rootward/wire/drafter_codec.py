@@ -22,6 +22,7 @@ from rootward.core.frames import (
     Grow,
     Hello,
     HelloAck,
+    Launch,
     Load,
     NeedSync,
     Open,
@@ -203,6 +204,7 @@ TO_DRAFTER = Record(
     custom=("opens", "commits", "features", "unreadable"),
     hello=HELLO.optional,
     closes=Record(Close, drafter_pb2.Close).each,
+    launches=Record(Launch, drafter_pb2.Launch).each,
 )
 FROM_DRAFTER = Record(
     FromDrafter,

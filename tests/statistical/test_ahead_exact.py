@@ -21,7 +21,7 @@ SHAPE = {"max_depth": 2, "topk": 3, "draws_per_level": 1, "root_family": (0.4,)}
 
 
 class Grown(Session):
-    """levels: before the launch, while it is verified, after the commit, before the third round. caps: of the rounds."""
+    """levels: before the first round, while it runs, before the second one, while that runs. caps: of the rounds."""
 
     law = DraftMode.SAMPLED
     levels = (2, 2, 1, 0)
@@ -35,7 +35,7 @@ class Grown(Session):
         self.ahead = Ahead(own, BUDGET, self.choose)
 
     def choose(self, node: int, row: DraftDistribution) -> np.ndarray:
-        first = self.noise.token(self.tree.at(node).depth, row.dense(V))
+        first = self.predicted(self.tree.at(node).depth, row.dense(V))
         return np.array([first, *(x for x in row.ids if x != first)])
 
     def grow(self, num_levels: int) -> None:
@@ -49,15 +49,17 @@ class Grown(Session):
         self.ahead.commit(run)
         self.text += run
 
+    def launch(self, cap: int) -> None:
+        super().launch(cap)
+        self.ahead.launched = True
+
     def run(self) -> None:
-        before, meanwhile, after, late = self.levels
-        self.grow(before + meanwhile)  # what is drawn after the launch is drawn the same, and not verified
-        if self.round(self.caps[0]):
-            return
-        self.grow(after)
-        if self.round(self.caps[1]):
-            return
-        self.grow(late)
+        for i in range(2):
+            self.grow(self.levels[2 * i])
+            self.launch(self.caps[i])
+            self.grow(self.levels[2 * i + 1])
+            if self.land():
+                return
         self.last_round(self.caps[2])
 
 
@@ -87,8 +89,9 @@ class InTurns(Grown):
 
 
 class LooksAtAGuess(Grown):
-    """Wrong: whether a verified draw is made depends on what a guess would be."""
+    """Wrong: whether a verified draw is made depends on what a prediction would be."""
 
+    told_early = True
     levels = (1, 1, 0, 0)
     caps = (8, 0, 0)
 

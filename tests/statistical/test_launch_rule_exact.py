@@ -141,16 +141,18 @@ class AtOnce(Session):
 
     def run(self) -> None:
         self.draw(0)
-        guess = self.predict(0)
-        self.draw(guess)
-        if self.round(99):
+        self.launch(99)
+        self.draw(self.predict(0))
+        if self.land():
             return
         if len(self.tree):
+            self.launch(99)
             self.draw(self.predict(next(iter(self.tree.nodes))))
         else:
             self.draw(self.tree.root_id)
             self.draw(self.tree.root_id)
-        if not self.round(99):
+            self.launch(99)
+        if not self.land():
             self.last_round(99)
 
 
@@ -159,9 +161,9 @@ class AtOnceOrPlain(Session):
 
     def run(self) -> None:
         self.draw(0)
-        guess = self.predict(0)
-        below = self.draw(guess)
-        if self.round(99):
+        self.launch(99)
+        below = self.draw(self.predict(0))
+        if self.land():
             return
         if below in self.tree.nodes and self.tree.nodes[below].token == 0:
             self.last_round(0)

@@ -103,7 +103,7 @@ def one_round(model: Model, key: Key, position: int, family: str, algorithm: str
     target = model.target(tree)
     law = batched_law(algorithm, tree, atoms, weight, target)
     stop = stop_node(law, coins(key, 1, position, np.arange(len(tree))))
-    noise = bonus_gumbel(key, 1, position + int(tree.depth[stop]), model.vocab)
+    noise = bonus_gumbel(key.bonus(position), 1, position + int(tree.depth[stop]), model.vocab)
     return [*tree.path(stop), bonus_token(law.bonus_row(stop), noise)]
 
 

@@ -1,8 +1,8 @@
-"""Enumeration of rounds in which the drafter knows the noise of the bonus token.
+"""Enumeration of rounds whose drafter is told the noise of the bonus token once the round runs.
 
-The noise of the bonus token at text length t is a uniform b_t. The bonus token is the inverse distribution function of the residual at b_t,
-the drafter's prediction that of the draft distribution at b_t. b_t is not discretised: it is known to lie in an interval, and each question
-about it splits the interval at the points where the answer changes.
+The noise of the bonus token at text length t, in the round that begins at length s, is a uniform b. The bonus token is the inverse
+distribution function of the residual at b, the drafter's prediction that of the draft distribution at b. b is not discretised: it is known
+to lie in an interval, and each question about it splits the interval at the points where the answer changes.
 """
 
 from __future__ import annotations
@@ -13,46 +13,52 @@ import numpy as np
 from support.rounds import LENGTH, Chooser, Model, V, decide, put, tail_law
 
 from rootward.core.distribution import DraftDistribution
-from rootward.core.living_tree import LivingTree
+from rootward.core.living_tree import LivingTree, Snapshot
 
 PROMPT = [0, 1]
 EMPTY = 1e-14  # an interval that is empty up to rounding
 
 
 class Uniforms:
-    """b_t by text length t and epoch, each known up to an interval."""
+    """b by the text length at which the round begins, the text length of the bonus token, and the epoch; each known up to an interval."""
 
     def __init__(self, chooser: Chooser) -> None:
         self._chooser = chooser
-        self._known: dict[tuple[int, int], tuple[float, float]] = {}
+        self._known: dict[tuple[int, int, int], tuple[float, float]] = {}
 
-    def law(self, length: int, row: np.ndarray, epoch: int = 0) -> np.ndarray:
-        """float64[V]: distribution of the inverse distribution function of `row` at b_length, given the interval of b_length."""
-        low, high = self._known.get((length, epoch), (0.0, 1.0))
+    def law(self, begin: int, length: int, row: np.ndarray, epoch: int = 0) -> np.ndarray:
+        """float64[V]: distribution of the inverse distribution function of `row` at b, given the interval of b."""
+        low, high = self._known.get((begin, length, epoch), (0.0, 1.0))
         edges = np.concatenate([[0.0], np.cumsum(row)])
         edges[-1] = 1.0
         mass = np.minimum(edges[1:], high) - np.maximum(edges[:-1], low)
         mass[(mass < EMPTY) | (row <= 0.0)] = 0.0
         return mass / mass.sum()
 
-    def token(self, length: int, row: np.ndarray, epoch: int = 0) -> int:
+    def token(self, begin: int, length: int, row: np.ndarray, epoch: int = 0) -> int:
         """A token of that distribution (a branch of the enumeration). Narrows the interval."""
-        token = self._chooser.choose(self.law(length, row, epoch))
-        low, high = self._known.get((length, epoch), (0.0, 1.0))
+        token = self._chooser.choose(self.law(begin, length, row, epoch))
+        low, high = self._known.get((begin, length, epoch), (0.0, 1.0))
         edges = np.concatenate([[0.0], np.cumsum(row)])
         edges[-1] = 1.0
-        self._known[length, epoch] = max(low, float(edges[token])), min(high, float(edges[token + 1]))
+        self._known[begin, length, epoch] = max(low, float(edges[token])), min(high, float(edges[token + 1]))
         return token
 
 
 class Session:
-    """Text, living tree and noise of one session. A test implements `run` by calls of the methods below."""
+    """Text, living tree and noise of one session. A test implements `run` by calls of the methods below.
+
+    told_early (wrong): the noise is known before the round runs. one_noise (wrong): rounds share the noise of a text length.
+    """
+
+    told_early = one_noise = False
 
     def __init__(self, model: Model, chooser: Chooser, out: np.ndarray) -> None:
         self.model, self.chooser, self.out = model, chooser, out
         self.text = list(PROMPT)
         self.noise = Uniforms(chooser)
         self.tree = LivingTree(len(self.text), 0, vocab_size=V, ahead_cap=64)
+        self.running: Snapshot | None = None  # what the round verifies
 
     def run(self) -> None:
         raise NotImplementedError
@@ -81,8 +87,18 @@ class Session:
         return self.tree.draw(node, token, sampled=False, guess=True)
 
     def prediction(self, node: int | None) -> int:
-        """The predicted bonus token below `node`, -1 if `node` is None."""
-        return -1 if node is None else self.noise.token(self.tree.at(node).depth, self.row(node).dense(V))
+        """The predicted bonus token of the present round below `node`, -1 if `node` is None."""
+        return -1 if node is None else self.predicted(self.tree.at(node).depth, self.row(node).dense(V))
+
+    def predicted(self, length: int, row: np.ndarray) -> int:
+        """A branch for each token that the noise of the present round may make of a row."""
+        assert self.running is not None or self.told_early
+        return self.noise.token(self.begin, length, row)
+
+    @property
+    def begin(self) -> int:
+        """Text length at which the present round begins, as far as its noise depends on it."""
+        return 0 if self.one_noise else len(self.text)
 
     def token(self, node: int | None) -> int:
         return -1 if node is None else self.tree.nodes[node].token
@@ -96,12 +112,22 @@ class Session:
     # -- the verifier
 
     def round(self, cap: int) -> bool:
-        """Verify the first `cap` nodes and commit. True if the compared length is reached."""
-        snapshot = self.tree.snapshot(cap)
+        """A round during which nothing is drawn."""
+        self.launch(cap)
+        return self.land()
+
+    def launch(self, cap: int) -> None:
+        """The round runs: it verifies the first `cap` nodes, and its noise is told."""
+        self.running = self.tree.snapshot(cap)
+
+    def land(self) -> bool:
+        """The verdict of the round that runs, and its commit. True if the compared length is reached."""
+        snapshot, self.running = self.running, None
+        assert snapshot is not None
         verdict = decide(self.model, snapshot, self.text)
         stop = self.chooser.choose(verdict.stop)
         length = len(self.text) + int(snapshot.tree.depth[stop])
-        bonus = self.noise.token(length, verdict.bonus_row(stop))
+        bonus = self.noise.token(self.begin, length, verdict.bonus_row(stop))
         self.commit([*snapshot.tree.path(stop), bonus])
         return self.finished()
 
@@ -111,7 +137,7 @@ class Session:
         verdict = decide(self.model, snapshot, self.text)
         for stop in np.flatnonzero(verdict.stop).tolist():
             length = len(self.text) + int(snapshot.tree.depth[stop])
-            law = self.noise.law(length, verdict.bonus_row(stop), epoch)
+            law = self.noise.law(self.begin, length, verdict.bonus_row(stop), epoch)
             for bonus in np.flatnonzero(law).tolist():
                 self.put([*self.text, *snapshot.tree.path(stop), bonus], verdict.stop[stop] * law[bonus])
 

@@ -16,6 +16,7 @@ from rootward.core.frames import (
     Grow,
     Hello,
     HelloAck,
+    Launch,
     Load,
     NeedSync,
     Open,
@@ -109,7 +110,6 @@ opens = st.builds(
     u32,
     tokens,
     u32,
-    st.none() | u64,
     tokens,
     u32,
     text,
@@ -137,6 +137,7 @@ to_drafter = st.builds(
     few(commits),
     few(st.builds(Close, u32, text)),
     few(st.builds(OpenFeatures, u32, u32, features)),
+    few(st.builds(Launch, u32, u32, u64)),
 )
 
 

@@ -2,19 +2,18 @@
 
 A round ends with a bonus token below the node where it stops. The drafter predicts such outcomes: a *prediction* is a node with a predicted
 bonus token. It is chosen and never verified; if it is right it is the next root, and its *component* (what hangs below it) is the next
-tree. `Predict` names the tokens at a node: the most likely ones, or, right far more often, what the noise of the bonus token makes of the
-draft's row.
+tree. `Predict` names the tokens at a node by what the noise of the bonus token makes of the draft's row, which is right far more often than
+the most likely token.
 
-Exactness restricts the use of that noise. The bonus token at text length t is an exact sample if no node that is verified depends on the
-noise of length t or more. Hence this order, which does not depend on any prediction:
-
-    1  the root's component grows until it is at rest; nodes that a round waits for are sent before predictions are made
+    1  the root's component grows until it is at rest
     2  the number of predictions at each node is computed from ranks and depths (an estimate of where the round stops)
-    3  every prediction gets the same share of nodes, rows and draws; an unused share (end of text, no support left) is lost
+    3  once the round runs, its noise is told and predictions are made; each has the same share of nodes, rows and draws
     4  a commit keeps the component that contains the new root and drops all others; then 1 again
 
-A component grows like any tree, below a head whose noise is already past. So the distributions of its draws hold given the head, and rules
-L1-L5 of algorithms.md 6.1 hold for every round. `tests/statistical/test_shared_bonus.py` has the enumeration and the wrong twins.
+The bonus token of a round is an exact sample because no node that the round verifies depends on its noise: nobody but the verifier knows
+it before the round runs, and another round has noise of its own. What a round verifies may depend on the noise of earlier rounds in any
+way: given their outcome, rules L1-L5 of algorithms.md 6.1 hold. `tests/statistical/test_shared_bonus.py` has the enumeration and the wrong
+twins.
 """
 
 from __future__ import annotations
@@ -34,7 +33,9 @@ from rootward.core.rng import bonus_gumbel
 
 MOST_PREDICTIONS = 32  # at a node, before its children are left out
 
-Predict = Callable[[int, DraftDistribution], Ints]  # (node, its draft row) -> bonus tokens, the most likely first
+Predict = Callable[
+    [int, DraftDistribution], Ints
+]  # (node, its draft row) -> bonus tokens of the running round, the most likely first
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class Ahead:
         self._wanted: dict[int, int] | None = None  # predictions still to be made, by node; None: not settled yet
         self._components: list[Growth] = []  # below predictions
         self._turn = 0
+        self.launched = False  # the round runs: `predict` knows its noise
 
     @property
     def at_rest(self) -> bool:
@@ -97,7 +99,9 @@ class Ahead:
             return True
         if not self.budget.num_predictions or not self.own.root_expanded:
             return False
-        return self._wanted is None or bool(self._wanted) or any(not c.at_rest for c in self._components)
+        if self._wanted is None or self._unread():
+            return True
+        return self.launched and (bool(self._wanted) or any(not c.at_rest for c in self._components))
 
     @property
     def expanded(self) -> set[int]:
@@ -108,7 +112,8 @@ class Ahead:
         """Rows to request for the next level, which is shared with other trees. Independent of the predictions."""
         if not self.own.at_rest:
             return len(self.own.frontier(max_rows))
-        return len(self._unread()) + self.budget.num_predictions * self.budget.draws_per_level
+        below = self.budget.num_predictions * self.budget.draws_per_level if self.launched else 0
+        return len(self._unread()) + below
 
     def frontier(self, max_rows: int) -> list[int]:
         """Nodes of the next forward."""
@@ -157,15 +162,17 @@ class Ahead:
             right.strategy, right.node_cap, right.head = self.own.strategy, self.own.node_cap, ROOT
             self.own = right
         self.own.rerooted()
-        self._wanted, self._components, self._turn = None, [], 0
+        self._wanted, self._components, self._turn, self.launched = None, [], 0, False
         return walked
 
     # -- predictions --------------------------------------------------------------------------------------------------
 
     def _predictions(self) -> list[int]:
-        """Make the predictions at the nodes whose rows are known."""
+        """Make the predictions at the nodes whose rows are known, if the round runs."""
         if self._wanted is None:
             self._wanted = self._plan()
+        if not self.launched:
+            return []
         made: list[int] = []
         for node in [n for n in self._wanted if n in self.own.rows]:
             made += self._predictions_at(node, self._wanted.pop(node))

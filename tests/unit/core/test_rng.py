@@ -64,11 +64,14 @@ def test_the_noise_of_a_token_does_not_depend_on_the_tokens_asked_for():
     whole = target_gumbel(KEY, 12, 1001)
     some = [1000, 3, 2, 0, 777]
     assert target_gumbel(KEY, 12, some).tolist() == whole[some].tolist()
-    assert bonus_gumbel(KEY, 1, 12, some).tolist() == bonus_gumbel(KEY, 1, 12, 1001)[some].tolist()
+    assert bonus_gumbel(KEY.bonus(9), 1, 12, some).tolist() == bonus_gumbel(KEY.bonus(9), 1, 12, 1001)[some].tolist()
 
 
-def test_the_bonus_key_is_enough_for_the_bonus():
-    assert bonus_gumbel(KEY.bonus(), 4, 9, 50).tolist() == bonus_gumbel(KEY, 4, 9, 50).tolist()
+def test_each_round_has_bonus_noise_of_its_own():
+    """Also at a text length that an earlier round could have ended at: a drafter was told the noise of that round."""
+    told, own = bonus_gumbel(KEY.bonus(9), 1, 12, 64), bonus_gumbel(KEY.bonus(12), 1, 12, 64)
+    assert not np.intersect1d(told, own).size
+    assert KEY.bonus(9) != KEY.derive(Role.BONUS)  # the key of bonus coins, which no drafter is told
 
 
 def streams():
@@ -79,7 +82,8 @@ def streams():
             for position in (0, 1):
                 at = (key.seed, key.choice, epoch, position)
                 out["coin", *at] = coins(key, epoch, position, range(8)).tolist()
-                out["bonus", *at] = bonus_gumbel(key, epoch, position, 8).tolist()
+                for length in (0, 1):
+                    out["bonus", *at, length] = bonus_gumbel(key.bonus(length), epoch, position, 8).tolist()
                 out["bonus coin", *at] = [bonus_coin(key, epoch, position)]
         for position in (0, 1):
             out["target", key, position] = target_gumbel(key, position, 8).tolist()
@@ -107,7 +111,7 @@ def test_target_noise_has_no_epoch():
     """It must survive a change of owner: its signature takes none, and the bonus noise of no epoch equals it."""
     target = target_gumbel(KEY, 5, 64)
     for epoch in range(3):
-        assert not np.intersect1d(target, bonus_gumbel(KEY, epoch, 5, 64)).size
+        assert not np.intersect1d(target, bonus_gumbel(KEY.bonus(4), epoch, 5, 64)).size
 
 
 def test_laws_of_the_noise():
@@ -115,7 +119,7 @@ def test_laws_of_the_noise():
     assert 0.0 <= uniform.min() < uniform.max() < 1.0
     assert kstest(uniform, "uniform").pvalue > 1e-3
     assert kstest(target_gumbel(KEY, 3, 200_000), "gumbel_r").pvalue > 1e-3
-    assert kstest(bonus_gumbel(KEY, 1, 3, 200_000), "gumbel_r").pvalue > 1e-3
+    assert kstest(bonus_gumbel(KEY.bonus(2), 1, 3, 200_000), "gumbel_r").pvalue > 1e-3
     high = (draw_words(KEY, 1, 1, 100_000) >> np.uint64(32)).astype(float) / 2**32
     assert kstest(high, "uniform").pvalue > 1e-3
     across = np.array([bonus_coin(KEY, 0, position) for position in range(20_000)])

@@ -9,7 +9,7 @@ import pytest
 from support.fake_clock import FakeClock
 from unit.drafter.test_grower import Counting, grown, hash_of, opening
 
-from rootward.core.frames import Commit
+from rootward.core.frames import Commit, Launch
 from rootward.core.growth import AheadBudget, BestFirst
 from rootward.core.growth import growth as growth_module
 from rootward.core.living_tree import ROOT, LivingTree
@@ -18,7 +18,7 @@ from rootward.core.rng import Key, bonus_gumbel, target_gumbel
 from rootward.engine.grower import Grower
 
 PREFIX = (1, 2, 3)
-BONUS = Key(77).bonus()
+KEY = Key(77)
 BUDGET = AheadBudget(share=4, draws_per_level=2)
 
 
@@ -34,7 +34,19 @@ def idle(drafter: Grower[int]) -> Grower[int]:
 
 
 def ahead(**changes):
-    return opening(1, **({"node_cap": 4, "ahead_cap": 24, "bonus_key": BONUS} | changes))
+    return opening(1, **({"node_cap": 4, "ahead_cap": 24} | changes))
+
+
+def launch(drafter: Grower[int], slot: int = 1) -> None:
+    """The round at the present root runs."""
+    length = drafter.trees[slot].tree.length
+    drafter.launch(slot, Launch(slot, length, KEY.bonus(length)))
+
+
+def running(drafter: Grower[int], **changes) -> None:
+    """A tree whose first round runs already."""
+    assert drafter.open(1, ahead(**changes)) is None
+    launch(drafter)
 
 
 def replica(node_cap: int = 4) -> LivingTree:
@@ -52,7 +64,7 @@ def guesses(tree: LivingTree) -> dict[int, list[int]]:
 
 def test_guesses_follow_once_the_tree_rests_and_a_verifier_can_replay_them() -> None:
     drafter, verifier = grower(), replica()
-    assert drafter.open(1, ahead()) is None
+    running(drafter)
     rested = False
     for _, frame in grown(drafter):
         assert not frame.guesses.any() or rested or frame.at_rest
@@ -66,21 +78,38 @@ def test_guesses_follow_once_the_tree_rests_and_a_verifier_can_replay_them() -> 
     drafter.model.check_idle()
 
 
-def test_a_guess_is_what_the_noise_makes_of_the_row() -> None:
+def test_no_bonus_token_is_predicted_before_the_round_runs() -> None:
+    """Its noise is told then, and a launch of another round tells nothing about this one."""
     drafter = grower()
     drafter.open(1, ahead())
+    drafter.launch(1, Launch(1, 2, KEY.bonus(2)))
+    drafter.launch(2, Launch(2, 3, KEY.bonus(3)))  # of no tree
+    nodes = [len(frame.token) for _, frame in grown(drafter)]
+    tree = drafter.trees[1].tree
+    assert (sum(nodes), tree.num_ahead, drafter.idle) == (4, 0, True)
+    launch(drafter)
+    grown(drafter)
+    assert tree.num_ahead > 6
+    drafter.commit(1, Commit(1, 3, (4,), hash_of((*PREFIX, 4))))
+    grown(drafter)
+    assert tree.num_ahead == 0
+
+
+def test_a_guess_is_what_the_noise_makes_of_the_row() -> None:
+    drafter = grower()
+    running(drafter)
     grown(drafter)
     tree = drafter.trees[1].tree
     row = drafter.trees[1].growth.own.rows[tree.root_id]
     drawn = {n.token for n in tree.nodes.values() if n.parent == ROOT and not n.guess}
-    order = row.ids[np.argsort(-(np.log(row.law) + bonus_gumbel(BONUS, 1, 3, row.ids)))]
+    order = row.ids[np.argsort(-(np.log(row.law) + bonus_gumbel(KEY.bonus(3), 1, 3, row.ids)))]
     at_root = guesses(tree)[3]
     assert at_root == [t for t in order.tolist() if t not in drawn][: len(at_root)]
 
 
 def test_a_commit_to_a_guess_keeps_its_tree_and_drops_the_other_bets() -> None:
     drafter, verifier = grower(), replica()
-    drafter.open(1, ahead())
+    running(drafter)
     for _, frame in grown(drafter):
         verifier.receive(frame)
     guess = next(i for i, n in verifier.nodes.items() if n.guess and n.parent == ROOT)
@@ -104,19 +133,20 @@ def test_a_commit_to_a_guess_keeps_its_tree_and_drops_the_other_bets() -> None:
 def test_at_every_node_of_a_tree_that_hung_below_a_guess_the_noise_chooses() -> None:
     """Rows that were known before the guess turned out right are asked for guesses after it."""
     drafter = grower(vocab=40)
-    drafter.open(1, ahead(ahead_cap=48, num_atoms=40))
+    running(drafter, ahead_cap=48, num_atoms=40)
     grown(drafter)
     tree = drafter.trees[1].tree
     guess = next(n for n in tree.nodes.values() if n.guess and n.parent == ROOT)
     drafter.commit(1, Commit(1, 3, (guess.token,), hash_of((*PREFIX, guess.token))))
     known_before = drafter.trees[1].growth.expanded
+    launch(drafter)
     grown(drafter)
     asked = 0
     for node, row in drafter.trees[1].growth.own.rows.items():
         record = tree.at(node)
         children = [tree.nodes[c] for c in record.children]
         drawn, chosen = ([c.token for c in children if c.guess is kind] for kind in (False, True))
-        order = row.ids[np.argsort(-(np.log(row.law) + bonus_gumbel(BONUS, 1, record.depth, row.ids)))]
+        order = row.ids[np.argsort(-(np.log(row.law) + bonus_gumbel(KEY.bonus(4), 1, record.depth, row.ids)))]
         assert chosen == [t for t in order.tolist() if t not in drawn][: len(chosen)]
         asked += len(chosen) > 0 and node in known_before and node != tree.root_id
     assert asked
@@ -125,7 +155,7 @@ def test_at_every_node_of_a_tree_that_hung_below_a_guess_the_noise_chooses() -> 
 def test_a_guess_grows_no_larger_a_tree_than_it_may_be_the_root_of() -> None:
     """Its nodes count as the root's when a commit has walked over it before they arrive."""
     drafter, verifier = grower(), replica(node_cap=2)
-    drafter.open(1, ahead(node_cap=2))
+    running(drafter, node_cap=2)
     frames = [frame for _, frame in grown(drafter)]
     while not verifier.num_ahead:
         verifier.receive(frames.pop(0))
@@ -139,7 +169,7 @@ def test_a_guess_grows_no_larger_a_tree_than_it_may_be_the_root_of() -> None:
 def test_rounds_that_were_merged_walk_over_one_guess_each() -> None:
     """A bet on the second round died with the first one, whoever hears of both at once."""
     drafter, verifier = grower(), replica()
-    drafter.open(1, ahead())
+    running(drafter)
     for _, frame in grown(drafter):
         verifier.receive(frame)
     drawn = verifier.snapshot(99)
@@ -157,7 +187,7 @@ def test_rounds_that_were_merged_walk_over_one_guess_each() -> None:
 def test_kv_is_held_for_living_nodes_only() -> None:
     """Drawn nodes that become the root again and again: predictions below them do not pile up."""
     drafter = grower()
-    drafter.open(1, ahead())
+    running(drafter)
     growing = drafter.trees[1]
     text = list(PREFIX)
     for _ in range(12):
@@ -166,6 +196,7 @@ def test_kv_is_held_for_living_nodes_only() -> None:
         token = int(tree.snapshot(1).tree.token[1])
         base, text = len(text), [*text, token]
         drafter.commit(1, Commit(1, base, (token,), hash_of(text)))
+        launch(drafter)
         held = drafter.model.tree(growing.kv_slot).num_uncommitted
         assert held <= len(growing.growth.expanded)
     drafter.model.check_idle()
@@ -220,7 +251,7 @@ def test_the_path_a_client_expects_is_in_the_tree(law: DraftMode) -> None:
 def test_guesses_follow_the_path_a_client_expects() -> None:
     """The nodes of the path above a guess are read before it, though the round needs no row of theirs."""
     drafter, verifier = grower(), replica()
-    drafter.open(1, ahead(prediction=(4, 0, 1, 2, 3), num_prompt=3))
+    running(drafter, prediction=(4, 0, 1, 2, 3), num_prompt=3)
     for _, frame in grown(drafter):
         verifier.receive(frame)
     assert verifier.snapshot(4).tree.path(4) == (4, 0, 1, 2)
@@ -245,13 +276,14 @@ def test_a_guess_with_nothing_below_it_is_refused() -> None:
 
 def test_what_is_launched_with_the_nodes_that_were_kept_leaves_its_drafter_to_the_bets() -> None:
     drafter, verifier = grower(), replica()
-    drafter.open(1, ahead())
+    running(drafter)
     for _, frame in grown(drafter):
         verifier.receive(frame)
     guess = next(n for n in verifier.nodes.values() if n.guess and n.parent == ROOT)
     verifier.commit([guess.token])
     kept = len(verifier)
     drafter.commit(1, Commit(1, 3, (guess.token,), verifier.hash, node_budget=kept))
+    launch(drafter)
     for _, frame in grown(drafter):
         assert verifier.receive(frame).stale == 0
     assert len(verifier) == kept < 4
@@ -271,17 +303,18 @@ def test_under_matching_what_no_round_waits_for_is_drawn_in_larger_levels(monkey
     assert sum(sizes) == 28
 
 
-@pytest.mark.parametrize(("law", "bonus_key"), [(DraftMode.SAMPLED, BONUS), (DraftMode.COUPLED, None)])
+@pytest.mark.parametrize("law", [DraftMode.SAMPLED, DraftMode.COUPLED])
 @pytest.mark.parametrize(("pause_s", "grows"), [(0.0, False), (1.9, False), (2.1, True), (60.0, True)])
 def test_growth_continues_after_a_round_if_pauses_are_longer_than_two_levels(
-    law: DraftMode, bonus_key: int | None, pause_s: float, grows: bool
+    law: DraftMode, pause_s: float, grows: bool
 ) -> None:
     clock = FakeClock()
     drafter: Grower[int] = Grower(Counting(5, seed=3, max_slots=1), incarnation=9, ahead_budget=BUDGET, clock=clock)
     drafter.idle_time.record_level = lambda seconds: setattr(drafter.idle_time, "level_s", 1.0)  # type: ignore[method-assign]
-    drafter.open(1, ahead(law=law, bonus_key=bonus_key))
+    drafter.open(1, ahead(law=law))
     text = list(PREFIX)
     for round_ in range(3):
+        launch(drafter)
         nodes = sum(len(frame.token) for _, frame in grown(drafter))
         assert (nodes + len(drafter.trees[1].tree.nodes) > 2 * 4 + 4) is (grows and round_ > 0), round_
         asyncio.run(clock.advance(pause_s))
@@ -307,9 +340,9 @@ def test_the_trees_of_a_drafter_share_the_nodes_ahead(law: DraftMode) -> None:
     def most_nodes(num_trees: int) -> int:
         drafter = idle(Grower(Counting(40, seed=3, max_slots=8), incarnation=9, ahead_budget=BUDGET))
         for slot in range(num_trees):
-            bonus_key = BONUS if law is DraftMode.SAMPLED else None
-            opened = opening(slot, law=law, node_cap=4, ahead_cap=24, bonus_key=bonus_key, node_budget=4)
+            opened = opening(slot, law=law, node_cap=4, ahead_cap=24, node_budget=4)
             assert drafter.open(slot, opened) is None
+            launch(drafter, slot)
         for growing in drafter.trees.values():  # from the next commit on, all of them are counted
             growing.limit(4, ahead_share=drafter.ahead_share(num_trees, ratio=growing.ratio))
         grown(drafter)

@@ -15,7 +15,7 @@ from unit.engine.test_graphs import Replays, model_of
 
 from drafter_service.__main__ import build_lookup, load, recipe_of
 from drafter_service.settings import DrafterSettings
-from rootward.core.frames import Commit, Grow, Open, extend_hash
+from rootward.core.frames import Commit, Grow, Launch, Open, extend_hash
 from rootward.core.growth import AheadBudget, BestFirst
 from rootward.core.requests import DraftMode, Sampling
 from rootward.core.rng import Key
@@ -30,7 +30,7 @@ MIXED = (
     {"law": DraftMode.COUPLED, "num_atoms": 3},
     {"sampling": Sampling(0.0), "law": DraftMode.TOP_K},
     {"sampling": Sampling(0.8, top_k=9, top_p=0.9), "law": DraftMode.GREEDY, "node_cap": 6},
-    {"bonus_key": Key(77).bonus(), "ahead_cap": 60, "node_cap": 4},
+    {"ahead_cap": 60, "node_cap": 4},
 )
 OF_A_KIND = {
     "declared": (MIXED[0], MIXED[2], MIXED[0]),
@@ -53,6 +53,9 @@ def growth(model: HuggingFaceModel, opens: list[Open], rounds: int = 5) -> tuple
     for one in opens:
         assert drafter.open(one.slot, one) is None
     for number in range(rounds):
+        for one in opens:
+            length = drafter.trees[one.slot].tree.length
+            drafter.launch(one.slot, Launch(one.slot, length, Key(77).bonus(length)))
         while not drafter.idle:
             frames += drafter.level()
             levels += 1

@@ -7,22 +7,20 @@ import pytest
 import torch
 
 from rootward.core.rng import Key, Role, bonus_gumbel, coins, target_gumbel
-from rootward.engine.noise import coins_of_nodes, gumbel, gumbel_of_tokens, noisy_choice
+from rootward.engine.noise import At, coins_of_nodes, gumbel, gumbel_of_tokens, noisy_choice
 
 AT = [(Key(5), 1, 0), (Key(2**64 - 1, 3), 2**32 - 1, 17), (Key(5), 2, 2**32 - 1), (Key(123456789), 1, 4)]
 
 
-def oracle(role: Role, at: tuple[Key, int, int], vocab: int) -> np.ndarray:
+def oracle(at: At, vocab: int) -> np.ndarray:
     key, epoch, position = at
-    return (
-        target_gumbel(key, position, vocab)
-        if role is Role.TARGET
-        else bonus_gumbel(key.bonus(), epoch, position, vocab)
-    )
+    return target_gumbel(key, position, vocab) if isinstance(key, Key) else bonus_gumbel(key, epoch, position, vocab)
 
 
-def places(role: Role) -> list[tuple[Key, int, int]]:
-    return [(key, 0 if role is Role.TARGET else epoch, position) for key, epoch, position in AT]
+def places(role: Role) -> list[At]:
+    if role is Role.TARGET:
+        return [(key, 0, position) for key, _, position in AT]
+    return [(key.bonus(7), epoch, position) for key, epoch, position in AT]
 
 
 @pytest.mark.parametrize("role", [Role.TARGET, Role.BONUS])
@@ -30,7 +28,7 @@ def places(role: Role) -> list[tuple[Key, int, int]]:
 def test_tensor_arithmetic_has_the_numbers_of_the_oracle(role: Role, vocab: int) -> None:
     at = places(role)
     for row, one in zip(gumbel(role, at, vocab, "cpu").numpy(), at, strict=True):
-        np.testing.assert_allclose(row, oracle(role, one, vocab), rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(row, oracle(one, vocab), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("role", [Role.TARGET, Role.BONUS])
@@ -38,7 +36,7 @@ def test_the_noise_of_some_tokens_is_that_of_the_oracle(role: Role) -> None:
     at = places(role)
     tokens = np.random.default_rng(0).integers(0, 2049, (len(at), 300))
     for row, one, ids in zip(gumbel_of_tokens(role, at, tokens), at, tokens, strict=True):
-        assert row.tolist() == oracle(role, one, 2049)[ids].tolist()
+        assert row.tolist() == oracle(one, 2049)[ids].tolist()
 
 
 def test_tokens_at_the_end_of_the_words_have_the_noise_of_the_oracle() -> None:
@@ -85,7 +83,7 @@ def test_the_choice_is_the_largest_under_the_noise_of_its_row(
     scores[:, rng.integers(vocab)] = 0.0  # at least one token has mass
     mass = torch.from_numpy(scores).softmax(-1).to(dtype)
     noise_of = rng.integers(len(at), size=num)
-    noise = np.stack([oracle(role, one, vocab) for one in at])
+    noise = np.stack([oracle(one, vocab) for one in at])
     wanted = (mass.double().log().numpy() + noise[noise_of]).argmax(-1)
     got = noisy_choice(mass, role, at, noise_of)
     np.testing.assert_array_equal(got, wanted)

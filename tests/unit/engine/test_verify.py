@@ -286,7 +286,7 @@ def test_a_shared_bonus_is_the_largest_of_residual_and_noise():
     rng = np.random.default_rng(7)
     batch = mixed(rng, twist=False)
     stop = np.argmax(batch.law.stop[batch.nodes(0)]) + np.zeros(50, dtype=np.int64)
-    at = [(Key(9), 1, position) for position in range(50)]
+    at = [(Key(9).bonus(3), 1, position) for position in range(50)]
     row = dense_law(batch.law, 0, batch.rounds[0].tree, batch.target(0)).residual[stop[0]]
     with np.errstate(divide="ignore"):
         want = [int(np.argmax(np.log(row) + bonus_gumbel(*place, len(row)))) for place in at]
