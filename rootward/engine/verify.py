@@ -245,7 +245,8 @@ def draw_bonus(probs_TV: torch.Tensor, law: ForestLaw, stop: Ints, at: Sequence[
 
 @torch.inference_mode()
 def shared_bonus(probs_TV: torch.Tensor, law: ForestLaw, stop: Ints, at: Sequence[At]) -> Ints:
-    """int64[B]: argmax of log r + b for the residual distribution r of each stop node and the bonus noise b of each (`Key.bonus`, epoch, position).
+    """int64[B]: argmax of log r + b for the residual distribution r of each stop node and the bonus noise b of each (`Key.bonus`, epoch,
+    position).
 
     Never a token without mass."""
     rows_BV = _residual_rows(probs_TV, law, stop)
