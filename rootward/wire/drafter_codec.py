@@ -50,6 +50,7 @@ from rootward.wire.values_codec import MODEL
 
 MOST_NUMBERS = 1 << 20  # of the features in one message
 MOST_ANSWERS = 1 << 15  # in one message of a drafter: an empty one has two bytes, and takes microseconds to read
+MOST_NODES = 1 << 18  # new nodes and draft rows in one message of a drafter, of all trees together
 LARGEST_FEATURE = 1e6
 TOKEN_WIDTH = 3  # bytes, fixed: when a node arrives must not depend on which token it is
 
@@ -239,6 +240,9 @@ def from_drafter_from_pb(pb: drafter_pb2.FromDrafter) -> FromDrafter:
         raise ValueError(
             f"grows, need_syncs, rejects: {num_answers} are more than {MOST_ANSWERS}; send several messages"
         )
+    num_nodes = sum(grow.num_nodes + grow.rows.num_rows for grow in pb.grows)
+    if num_nodes > MOST_NODES:
+        raise ValueError(f"grows: {num_nodes} nodes and rows are more than {MOST_NODES}; send several messages")
     return FROM_DRAFTER.from_pb(pb)
 
 
