@@ -18,7 +18,7 @@ from rootward.core.living_tree import LivingTree, MalformedFrame
 from rootward.core.requests import Sampling, VerifierRequest
 from rootward.v1 import control_pb2, drafter_pb2, generate_pb2, verifier_pb2
 from rootward.wire.channel import split_message
-from rootward.wire.drafter_codec import MOST_ANSWERS, MOST_NUMBERS, from_drafter_from_pb
+from rootward.wire.drafter_codec import MOST_ANSWERS, MOST_NODES, MOST_NUMBERS, from_drafter_from_pb
 from rootward.wire.records import Record
 
 GOOD = drafter_pb2.Features(num_rows=1, values=bytes(4))
@@ -285,3 +285,10 @@ def test_a_message_of_millions_of_empty_answers_is_refused_before_they_are_read(
     many = drafter_pb2.FromDrafter.FromString(b"\x12\x00" * (MOST_ANSWERS + 1))
     with pytest.raises(ValueError, match=f"grows, need_syncs, rejects: {MOST_ANSWERS + 1} are more than"):
         from_drafter_from_pb(many)
+
+
+def test_a_frame_with_too_many_nodes_and_rows_is_refused_before_they_are_read():
+    """A dishonest drafter would stop the verifier's event loop with them."""
+    rows = drafter_pb2.GrowRows(num_rows=MOST_NODES, node=bytes(MOST_NODES), length=bytes(MOST_NODES))
+    with pytest.raises(ValueError, match=f"{MOST_NODES + 1} nodes and rows are more than {MOST_NODES}"):
+        from_drafter_from_pb(drafter_pb2.FromDrafter(grows=[drafter_pb2.Grow(num_nodes=1, rows=rows)]))
