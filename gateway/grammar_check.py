@@ -21,6 +21,7 @@ import threading
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -197,6 +198,7 @@ def _serve() -> None:
 
     given: dict[str, Any] = json.loads(sys.stdin.readline())
 
+    @cache
     def vocabulary() -> Vocabulary:
         from llguidance import LLTokenizer
 
@@ -204,6 +206,8 @@ def _serve() -> None:
         tokenizer = LLTokenizer(given["tokenizer"], n_vocab=given["vocab_size"], eos_token=list(end_ids))
         return Vocabulary(tokenizer, given["vocab_size"], end_ids)
 
+    with suppress(ImportError):  # without the library each form is refused
+        vocabulary()  # here, so that the first form has all its time to compile
     grammars = Grammars(vocabulary)
     print("{}", flush=True)
     for line in sys.stdin:

@@ -10,12 +10,19 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from support.processes import RUNNING
 
 torch.set_num_threads(1)
 os.environ.setdefault("ROOTWARD_NUM_THREADS", "1")  # of the services that tests start
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile(
+    "any_machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any_machine")
 
 TESTS = Path(__file__).parent
 SLOW = (  # beginnings of "file::test"

@@ -531,6 +531,7 @@ async def run(name: str, *, minutes: float, streams: int, seed: int, folder: Pat
                 await fail_again_and_again(stand, minutes)
             else:
                 await asyncio.sleep(60 * minutes)
+                await until(lambda: stand.done.total() > streams, RECOVERY_S)  # minutes may be few for a busy machine
         if chaos:
             async with load(stand, min(streams, 6)):
                 await check_dishonest(stand)

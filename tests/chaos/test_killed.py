@@ -56,7 +56,7 @@ def test_a_drafter_killed_in_mid_stream_changes_nothing_and_a_new_one_is_used(se
         except BadRequestError:  # no drafter yet
             return False
 
-    wait_until(speculates, 40, "speculation to resume")
+    wait_until(speculates, 90, "speculation to resume")
     assert text_of(client).token_ids == undisturbed
 
 

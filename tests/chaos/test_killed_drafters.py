@@ -26,7 +26,7 @@ DRAFT = "tabular:vocab=8,seed=3,sharpness=2,noise=0.4,noise_seed=1"
 STREAMS = 16
 TOKENS = 200
 WAIT_S = 5.0  # a session that waits in vain would show
-RECOVERY_S = 60.0
+RECOVERY_S = 120.0
 
 
 def wanted(stream: int, number: int, mode: SpeculationMode) -> VerifierRequest:

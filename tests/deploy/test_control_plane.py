@@ -72,7 +72,7 @@ class Release:
 def release(cluster: ControlPlane, helm: Helm) -> Release:
     """The default values, every pod ready. Tests leave it as it was."""
     made = Release(cluster, helm, "defaults")
-    made.install("--set", "verifier.replicas=2", "--set", "discovery.mode=kubernetes", "--wait", "--timeout", "55s")
+    made.install("--set", "verifier.replicas=2", "--set", "discovery.mode=kubernetes", "--wait", "--timeout", "115s")
     return made
 
 
@@ -168,12 +168,12 @@ def test_an_upgrade_and_a_way_back(release: Release) -> None:
     others = {
         pod.metadata.uid for pod in release.pods() if pod.metadata.labels["app.kubernetes.io/component"] != "drafter"
     }
-    flags = ("--reset-then-reuse-values", "--wait", "--timeout", "55s")
+    flags = ("--reset-then-reuse-values", "--wait", "--timeout", "115s")
     release.run("upgrade", "rw", str(CHART), "--set", "drafter.defaults.settings.max_num_seqs=7", *flags)
     assert others == {
         pod.metadata.uid for pod in release.pods() if pod.metadata.labels["app.kubernetes.io/component"] != "drafter"
     }
-    release.run("rollback", "rw", "1", "--wait", "--timeout", "55s")
+    release.run("rollback", "rw", "1", "--wait", "--timeout", "115s")
     assert release.failures() == []
 
 

@@ -14,6 +14,7 @@ from support.cheats import drawn_by
 from support.helm import ROOT, named, of_kind
 from support.processes import free_port, wait_until
 from support.records import record_of
+from support.services import until
 
 from gateway.local import redis_command
 from gateway.redis_store import open_store
@@ -63,7 +64,7 @@ def worker(role: str) -> Worker:
 
 async def test_every_role_can_do_its_work(urls):
     for role in ("drafter", "verifier"):
-        async with open_registry(urls[role]) as registry:
+        async with open_registry(urls[role], heartbeat_s=60) as registry:
             await registry.publish(worker(role))
     async with open_registry(urls["verifier"]) as registry:
         assert await registry.workers("drafter", "cheap") == (worker("drafter"),)
@@ -75,7 +76,7 @@ async def test_every_role_can_do_its_work(urls):
         audits.append(DrafterAudit(CollectorRegistry(), f"verifier-{len(audits)}", redis=redis_client))
         audits[-1].observe("d", drawn_by("argmax", np.random.default_rng(0), 0 if len(audits) > 1 else 512))
         running = asyncio.create_task(audits[-1].run())
-        await asyncio.sleep(0.5)
+        await until(lambda: audits[-1]._drafters["d"].saved >= 0)  # told, and heard what others told
         running.cancel()
         await redis_client.aclose()
     assert not audits[1].trusts("d", "default")

@@ -43,7 +43,7 @@ def rule_files():
 
 
 def run(*command):
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_rules_are_valid(promtool):

@@ -73,10 +73,10 @@ async def test_nothing_is_decoded_of_callers_without_a_key() -> None:
     decoded: list[int] = []
     async with length_server(decoded) as channel:
         for method in ("Unary", "Small"):
-            call = channel.unary_unary(f"/test.Lengths/{method}")(bytes(32 * MIB), timeout=20)
+            call = channel.unary_unary(f"/test.Lengths/{method}")(bytes(32 * MIB), timeout=60)
             assert await status(call) is grpc.StatusCode.UNAUTHENTICATED
         for method in ("Yielding", "Writing"):
-            call = channel.unary_stream(f"/test.Lengths/{method}")(bytes(32 * MIB), timeout=20)
+            call = channel.unary_stream(f"/test.Lengths/{method}")(bytes(32 * MIB), timeout=60)
             assert await status(call.read()) is grpc.StatusCode.UNAUTHENTICATED
         assert decoded == []
 
@@ -84,9 +84,9 @@ async def test_nothing_is_decoded_of_callers_without_a_key() -> None:
 async def test_callers_with_a_key_are_answered_by_every_kind_of_handler() -> None:
     decoded: list[int] = []
     async with length_server(decoded) as channel:
-        assert await channel.unary_unary("/test.Lengths/Unary")(bytes(MIB), metadata=KEY, timeout=20) == b"%d" % MIB
+        assert await channel.unary_unary("/test.Lengths/Unary")(bytes(MIB), metadata=KEY, timeout=60) == b"%d" % MIB
         for method in ("Yielding", "Writing"):
-            call = channel.unary_stream(f"/test.Lengths/{method}")(bytes(7), metadata=KEY, timeout=20)
+            call = channel.unary_stream(f"/test.Lengths/{method}")(bytes(7), metadata=KEY, timeout=60)
             assert [message async for message in call] == [b"7"]
         assert decoded == [MIB, 7, 7]
 
@@ -96,7 +96,7 @@ async def test_limits_of_the_server_and_of_a_method() -> None:
     async with length_server(decoded) as channel:
 
         def call(method: str, num_bytes: int) -> grpc.aio.UnaryUnaryCall:
-            return channel.unary_unary(f"/test.Lengths/{method}")(bytes(num_bytes), metadata=KEY, timeout=20)
+            return channel.unary_unary(f"/test.Lengths/{method}")(bytes(num_bytes), metadata=KEY, timeout=60)
 
         assert await status(call("Unary", 2 * MIB + 1)) is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await status(call("Small", SMALL_BYTES + 1)) is grpc.StatusCode.INVALID_ARGUMENT
@@ -108,20 +108,20 @@ async def test_messages_in_flight_share_a_budget_until_they_are_answered() -> No
     decoded, free = [], asyncio.Event()
     async with length_server(decoded, budget=3 * MIB, free=free) as channel:
         unary = channel.unary_unary("/test.Lengths/Unary")
-        held = [unary(bytes(MIB), metadata=KEY, timeout=20) for _ in range(2)]
+        held = [unary(bytes(MIB), metadata=KEY, timeout=60) for _ in range(2)]
         while len(decoded) < 2:
             await asyncio.sleep(0.01)
-        assert await status(unary(bytes(MIB + 1), metadata=KEY, timeout=20)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await status(unary(bytes(MIB + 1), metadata=KEY, timeout=60)) is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert decoded == [MIB, MIB]
         free.set()
         await asyncio.gather(*held)
-        assert await unary(bytes(2 * MIB), metadata=KEY, timeout=20) == b"%d" % (2 * MIB)
+        assert await unary(bytes(2 * MIB), metadata=KEY, timeout=60) == b"%d" % (2 * MIB)
 
 
 async def test_a_message_that_does_not_arrive_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "MESSAGE_TIMEOUT_S", 0.1)
     async with length_server([]) as channel:
-        call = channel.stream_unary("/test.Lengths/Unary")(metadata=KEY, timeout=20)  # never writes
+        call = channel.stream_unary("/test.Lengths/Unary")(metadata=KEY, timeout=60)  # never writes
         assert await status(call) is grpc.StatusCode.INVALID_ARGUMENT
 
 

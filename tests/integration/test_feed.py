@@ -63,7 +63,7 @@ def ask(number: int, max_tokens: int = NUM_STEPS) -> VerifierRequest:
 
 
 async def until(condition):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 

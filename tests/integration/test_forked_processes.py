@@ -34,14 +34,14 @@ def ended(command: list[str]) -> tuple[int, str, str, bool]:
         assert process.stdout is not None
         with process.stdout:
             out = process.stdout.read()
-        code = process.wait(60)
+        code = process.wait(240)
         log.seek(0)
         return code, out, log.read(), isinstance(process, Forked)
 
 
 def new_interpreter(command: list[str]) -> tuple[int, str, str]:
     variables = dict(os.environ)  # without those that libraries have added below Python
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -90,7 +90,7 @@ def test_waiting_for_it_and_signals_work_as_for_a_child(tmp_path: Path) -> None:
         third.send_signal(signal.SIGINT)
         first.send_signal(signal.SIGCONT)
         first.terminate()
-        assert [process.wait(60) for process in processes] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT]
+        assert [process.wait(240) for process in processes] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT]
         assert [process.poll() for process in processes] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT]
         first.terminate()  # no signal is sent to a process that has ended
 

@@ -13,7 +13,7 @@ from support.processes import Service, drafter, free_port, gateway, verifier
 
 from rootward import AsyncClient, SamplingParams
 
-pytestmark = [pytest.mark.services, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.services, pytest.mark.timeout(600)]
 
 MODEL = "tabular:vocab=40,seed=1"
 DRAFT = "tabular:vocab=40,seed=1"
@@ -82,7 +82,7 @@ async def test_a_gateway_that_is_stopped_ends_within_its_margin(in_time):
 def test_probes_and_metrics_of_a_worker(role):
     extra = ("--admin-listen", f"127.0.0.1:{(port := free_port())}")
     service = drafter(DRAFT, *extra) if role == "drafter" else verifier(MODEL, [], *extra)
-    with service, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as probe:
+    with service, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as probe:
         for path in ("startup", "ready", "live"):
             assert probe.get(f"/health/{path}").status_code == 200
         metrics = probe.get("/metrics").text

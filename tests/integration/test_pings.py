@@ -40,7 +40,7 @@ async def answers(transport: Transport, pings: int) -> tuple[int, bytes]:
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(PREFACE + frame(SETTINGS) + frame(PING, bytes(8)))
         answered, last_words = 0, b""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             async for kind, flags, payload in frames(reader):
                 if kind == GOAWAY:
                     last_words = payload[8:]

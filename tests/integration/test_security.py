@@ -65,7 +65,7 @@ async def verifier_port(files: Certificates, *peers: str):
 
 async def answer(address: str, files: Certificates | None, name: str = "") -> str:
     """What a caller with these certificates hears: "in", or the kind of refusal."""
-    async with RemoteVerifier(address, tls=ClientTls(files, name) if files else None, rpc_timeout_s=20) as remote:
+    async with RemoteVerifier(address, tls=ClientTls(files, name) if files else None, rpc_timeout_s=60) as remote:
         try:
             await remote.get_info()
         except PermissionDenied as error:
@@ -111,7 +111,7 @@ async def test_the_scaler_asks_for_a_certificate_where_clients_need_none(authori
             async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials) as channel:
                 asked = ScaledObjectRef(name="d", scalerMetadata={"pool": "p"})
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await ExternalScalerStub(channel).IsActive(asked, timeout=10)
+                    await ExternalScalerStub(channel).IsActive(asked, timeout=60)
             said = refused.value.details() or ""
             assert ("demand is unknown" in said) is admitted, said
 
@@ -121,7 +121,7 @@ async def test_renewed_certificates_are_taken_up_on_both_ends(tmp_path: Path) ->
     old = Authority(tmp_path)
     gateway, verifier = old.issue("gateway"), old.issue("verifier")
     async with verifier_port(verifier, spiffe("gateway")) as address:
-        async with RemoteVerifier(address, tls=ClientTls(gateway), rpc_timeout_s=20) as remote:
+        async with RemoteVerifier(address, tls=ClientTls(gateway), rpc_timeout_s=60) as remote:
             with pytest.raises(Exception, match="not implemented"):
                 await remote.get_info()
             await asyncio.sleep(1.1)  # the files are looked at once a second
@@ -140,7 +140,7 @@ async def test_a_call_in_the_middle_of_a_renewal_goes_on_with_the_old_certificat
     gateway, verifier = old.issue("gateway"), old.issue("verifier")
     async with (
         verifier_port(verifier, spiffe("gateway")) as address,
-        RemoteVerifier(address, tls=ClientTls(gateway), rpc_timeout_s=20) as remote,
+        RemoteVerifier(address, tls=ClientTls(gateway), rpc_timeout_s=60) as remote,
     ):
         with pytest.raises(ServiceError, match="not implemented"):
             await remote.get_info()

@@ -16,7 +16,7 @@ from rootward import Client, SamplingParams, demo
 from rootward.v1 import external_scaler_pb2 as pb
 from rootward.v1.external_scaler_pb2_grpc import ExternalScalerStub
 
-pytestmark = [pytest.mark.services, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.services, pytest.mark.timeout(600)]
 
 PROMPT = "def fibonacci(n):"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32)
@@ -78,7 +78,7 @@ def test_signals_of_scaling_are_apart(running):
     def sessions(pool: str) -> float:
         metadata = {"pool": pool, "signal": "sessions", "target": "1"}
         asked = pb.GetMetricsRequest(scaledObjectRef=pb.ScaledObjectRef(scalerMetadata=metadata))
-        return stub.GetMetrics(asked, timeout=10).metricValues[0].metricValueFloat
+        return stub.GetMetrics(asked, timeout=60).metricValues[0].metricValueFloat
 
     with grpc.insecure_channel(address) as channel, Client(gateway.address) as client:
         stub, over = ExternalScalerStub(channel), threading.Event()

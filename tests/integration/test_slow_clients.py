@@ -20,7 +20,7 @@ from rootward.wire.columns import unpack_u32
 from rootward.wire.server import RpcServer
 from verifier_service.servicer import VerifierServicer
 
-pytestmark = [pytest.mark.services, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.services, pytest.mark.timeout(600)]
 
 NUM_TOKENS = 30_000
 CONTEXT = MODEL.__class__("tiny", vocab_size=330, max_positions=2 * NUM_TOKENS, fingerprint="f" * 16)
@@ -106,8 +106,8 @@ async def test_a_client_that_never_reads_times_out(monkeypatch):
         grpc.aio.insecure_channel(address, WINDOW) as channel,
     ):
         call = generate_pb2_grpc.InferenceStub(channel).GenerateStream(ask())
-        await call.read()
         await until(lambda: service.admission.num_running)
+        await call.read()
         await until(lambda: not service.admission.num_running)
         assert num_waiting_tokens(remote._feed) == 0
         await at_rest(service)

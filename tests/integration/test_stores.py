@@ -18,7 +18,7 @@ import pytest
 from support.helm import ROOT
 from support.processes import free_port
 
-pytestmark = [pytest.mark.services, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.services, pytest.mark.timeout(300)]
 
 FILES = {"config.json": b"{}", "tokenizer.json": b'{"a": 1}', "part-1.safetensors": b"w" * (6 << 20), "x/y.bin": b"y"}
 MODEL = "llama-1b"

@@ -167,7 +167,7 @@ def machines(folder: Path) -> list[processes.Service]:
 def answer(address: str, probe: str) -> int:
     """Its status, 0 while nothing listens there."""
     try:
-        return httpx.get(f"http://{address}/health/{probe}").status_code
+        return httpx.get(f"http://{address}/health/{probe}", timeout=60).status_code
     except httpx.TransportError:
         return 0
 

@@ -14,7 +14,7 @@ from support.redis import running_redis
 
 from rootward import AsyncClient, SamplingParams
 
-pytestmark = [pytest.mark.services, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.services, pytest.mark.timeout(600)]
 
 OLD, NEW = "tabular:vocab=40,seed=1", "tabular:vocab=40,seed=2"
 DRAFT = "tabular:vocab=40,seed=1,noise=0.3,noise_seed=3"

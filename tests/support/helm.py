@@ -65,7 +65,7 @@ class Helm:
 
     def run(self, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [self.binary, *arguments], input=stdin, capture_output=True, text=True, timeout=60, check=False
+            [self.binary, *arguments], input=stdin, capture_output=True, text=True, timeout=240, check=False
         )
 
     def template(self, values: str = "", *flags: str) -> subprocess.CompletedProcess[str]:

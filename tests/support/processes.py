@@ -20,7 +20,7 @@ from support.fork_server import Forked, ForkServer, third_party_environment
 from rootward.addresses import reserved_port
 
 START_S = 240.0
-STOP_S = 20.0
+STOP_S = 60.0
 
 
 _reserved = ExitStack()
@@ -110,7 +110,7 @@ class Service:
         self.log.close()
 
 
-def wait_until(condition, timeout_s: float = 30.0, what: str = "") -> None:
+def wait_until(condition, timeout_s: float = 60.0, what: str = "") -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, f"timed out waiting for {what or condition}"

@@ -40,7 +40,7 @@ from verifier_service.service import VerifierService
 from verifier_service.servicer import VerifierServicer
 from verifier_service.settings import VerifierSettings
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def tabular_pair(*, vocab: int = 5, noise: float = 0.8, slots: int = 8, **law) -> tuple[TabularModel, TabularModel]:

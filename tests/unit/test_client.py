@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from unit.gateway.service_for_tests import IDS, TEXT, at_rest, grpc_serving
+from unit.gateway.service_for_tests import IDS, TEXT, at_rest, grpc_serving, until
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
@@ -252,7 +252,7 @@ async def test_breaking_out_cancels_on_the_server():
         assert result.text
         await at_rest(service, verifier)
         task = asyncio.create_task(client.generate("a"))
-        await asyncio.sleep(0.05)
+        await until(lambda: verifier.running)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -579,5 +579,5 @@ def test_a_blocking_client_that_is_closed_ends_the_calls_of_other_threads():
     waiting.start()
     time.sleep(0.3)  # it pauses between two attempts
     client.close()
-    waiting.join(5)
+    waiting.join(60)
     assert raised == [ClosedError]

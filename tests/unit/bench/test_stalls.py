@@ -28,9 +28,9 @@ class PausingServer(BaseHTTPRequestHandler):
         self.end_headers()
         if body["prompt"] == WITH_PAUSE:
             self.texts(stalls.EVENTS_BEFORE)
-            assert self.arrived.wait(10)
+            assert self.arrived.wait(60)
             self.texts(1)
-            assert self.answered.wait(10)
+            assert self.answered.wait(60)
             self.texts(body["max_tokens"], pause_s=0.005)  # as from an engine: the reader may leave in between
         elif body["prompt"] == ENDS:
             self.texts(stalls.EVENTS_BEFORE + 1)

@@ -39,7 +39,7 @@ async def found_by(*sources: tuple[str, Discovery], changes: int) -> list[Found]
             enough.set()
 
     task = asyncio.create_task(follow(sources, changed))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await enough.wait()
     task.cancel()
     with suppress(asyncio.CancelledError):

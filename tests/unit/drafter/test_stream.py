@@ -66,7 +66,7 @@ async def test_a_stream_is_full_while_its_verifier_reads_nothing() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     assert stream.take() is not None
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 60)
 
 
 async def test_frames_that_growth_has_not_taken_stop_the_reading() -> None:
@@ -76,4 +76,4 @@ async def test_frames_that_growth_has_not_taken_stop_the_reading() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     stream.note_applied()
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 60)

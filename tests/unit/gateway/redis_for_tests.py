@@ -36,7 +36,7 @@ def running(path: str, folder: str) -> Iterator[subprocess.Popen]:
 
 
 def _wait_for(path: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             with socket.socket(socket.AF_UNIX) as s:

@@ -56,7 +56,7 @@ class LateReplies(MemoryStore):
 
     async def cancel(self, task):
         """Cancel a task before it has the reply."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self.asked.wait()
             task.cancel()
             await asyncio.sleep(0.01)

@@ -82,6 +82,14 @@ async def test_a_form_that_overflows_the_compiler_is_refused_and_the_next_one_is
     await check(Form.REGEX, "[a-z]+")
 
 
+async def test_the_vocabulary_is_read_before_the_time_of_the_first_form_begins():
+    """On a busy machine that takes longer than a form may, and the form would be refused for a minute."""
+    unreadable = GrammarCheck("no tokenizer")
+    with pytest.raises(Unavailable, match="does not start"):
+        await unreadable.check(Structure(Form.REGEX, "a"), vocab_size=10, eos_ids=(0,))
+    await unreadable.close()
+
+
 async def test_a_form_is_not_blamed_for_a_compiler_that_is_killed(check, monkeypatch):
     exchange, asked = grammar_check._exchange, []
 

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from structlog.testing import capture_logs
-from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving, settings_of
+from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving, settings_of, until
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
@@ -49,7 +49,7 @@ async def real_server(*verifiers, build=build_app, **options):
     async with serving(*verifiers, **options) as service, asyncio.TaskGroup() as group:
         server = HttpServer("127.0.0.1:0")
         group.create_task(server.run_until_stopped(build(Models([service]))))
-        async with httpx.AsyncClient(base_url=f"http://{server.address}", timeout=10) as client:
+        async with httpx.AsyncClient(base_url=f"http://{server.address}", timeout=60) as client:
             yield service, client
         server.stop()
 
@@ -192,7 +192,7 @@ async def test_a_disconnect_cancels_streams_and_whole_answers():
                 break
         await at_rest(service, verifier)
         with pytest.raises(httpx.ReadTimeout):
-            await client.post("/v1/completions", json={"prompt": "a"}, timeout=0.1)
+            await client.post("/v1/completions", json={"prompt": "a"}, timeout=httpx.Timeout(60, read=0.1))
         await at_rest(service, verifier)
 
 
@@ -305,7 +305,7 @@ async def test_busy_gone_late_and_doubled():
     async with api(verifier, max_num_seqs=1, max_num_queued_reqs=0, redispatch_wait_s=0.2) as (service, client):
         async with asyncio.TaskGroup() as group:
             first = group.create_task(client.post("/v1/completions", json={"prompt": "a", "request_id": "one"}))
-            await asyncio.sleep(0.03)
+            await until(lambda: verifier.running)
             busy = await client.post("/v1/completions", json={"prompt": "a"})
             doubled = await client.post("/v1/completions", json={"prompt": "a", "request_id": "one"})
         assert first.result().status_code == 200

@@ -64,7 +64,7 @@ async def test_short_texts_do_not_wait_for_long_ones():
     pool = TokenizerPool()
     large = [asyncio.create_task(pool.run(LARGE_CHARACTERS + 1, release.wait, 30)) for _ in range(4)]
     await asyncio.sleep(0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         assert await pool.run(5000, lambda: "short") == "short"
     release.set()
     await asyncio.gather(*large)
@@ -88,7 +88,7 @@ async def test_the_queue_for_the_tokenizer_is_bounded(monkeypatch):
 async def test_a_call_that_raises_stop_iteration_ends():
     """asyncio cannot put it into a future: the caller would wait for ever, and its place would be gone."""
     pool = TokenizerPool()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         for size in (10, 5000, LARGE_CHARACTERS + 1):
             with pytest.raises(RuntimeError, match="StopIteration"):
                 await pool.run(size, next, iter(()))

@@ -154,7 +154,7 @@ async def test_a_process_that_is_told_to_end_while_it_starts_does_not_stay(how: 
         await child.stop(1.0)
     else:
         child.kill()
-    ended, _ = await asyncio.wait({running}, timeout=10)
+    ended, _ = await asyncio.wait({running}, timeout=60)
     child.kill()
     await running
     assert ended

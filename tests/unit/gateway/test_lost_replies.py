@@ -115,6 +115,6 @@ async def test_a_write_counts_once_though_the_reply_was_lost(proxied):
 async def test_a_request_does_not_wait_for_its_own_lock_of_suspicion_whose_reply_was_lost(proxied):
     store, proxy = proxied
     await store.ping()
-    async with asyncio.timeout(5), proxy.losing_a_reply(), store.suspicion():
+    async with asyncio.timeout(20), proxy.losing_a_reply(), store.suspicion():
         pass
     assert not await store._client.exists("rw:suspicion")

@@ -38,7 +38,7 @@ async def several(**verifiers):
             )
             services.append(await stack.enter_async_context(service))
             if verifier:
-                assert await upstreams.wait_ready(5.0)
+                assert await upstreams.wait_ready(60.0)
         yield Models(services, by_model=True)
 
 

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 from unit.gateway.redis_for_tests import redis_server
-from unit.gateway.service_for_tests import serving
+from unit.gateway.service_for_tests import WAIT_S, serving
 from unit.gateway.test_http_api import real_server
 from unit.gateway.test_tools import CALL, SCHEMA, TEMPLATE, with_tools
 from unit.gateway.tokenizers_for_tests import byte_level
@@ -29,10 +29,11 @@ WEATHER = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict"
 
 
 @asynccontextmanager
-async def responding(text="Hello.", *, template=TEMPLATE, verifier=None, **options):
+async def responding(text="Hello.", *, template=TEMPLATE, verifier=None, redispatch_wait_s=WAIT_S, **options):
     """(the openai package's responses, the verifier, an HTTP client) of a model that writes this text."""
     verifier = verifier or SpellingVerifier(text=text)
-    async with real_server(verifier, build=partial(build_app, **options)) as (service, http):
+    build = partial(build_app, **options)
+    async with real_server(verifier, build=build, redispatch_wait_s=redispatch_wait_s) as (service, http):
         service.tokenizer = with_tools(template)
         async with openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
             yield client.responses, verifier, http
@@ -175,7 +176,7 @@ async def test_a_call_that_is_cut_is_incomplete():
 
 
 async def test_an_aborted_response_has_status_incomplete():
-    async with real_server(SpellingVerifier(text="word " * 40, delay_s=0.001)) as (service, http):
+    async with real_server(SpellingVerifier(text="word " * 40, delay_s=0.02)) as (service, http):
         service.tokenizer = with_tools()
         async with openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
             stream = await client.responses.create(model="demo", input="hi", stream=True)
@@ -506,7 +507,7 @@ async def test_a_stream_is_not_resumed():
 
 async def test_a_failure_in_mid_stream_is_raised_and_nothing_is_stored():
     dying = SpellingVerifier(text="a long text that breaks", die_after=lambda request: 4)
-    async with responding(verifier=dying) as (responses, _, _):
+    async with responding(verifier=dying, redispatch_wait_s=0.1) as (responses, _, _):
         events = aiter(await responses.create(model="demo", input="hi", stream=True))
         response_id = (await anext(events)).response.id
         with pytest.raises(openai.APIError) as failed:

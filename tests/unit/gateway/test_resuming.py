@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import pytest
 from support.records import record_of
-from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, ids_of, serving
+from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, ids_of, serving, stored
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from gateway.detokenizer import Output, text_of
@@ -56,7 +56,7 @@ async def test_another_gateway_continues_where_one_stopped(count, tell):
     async with two_gateways(verifier) as (_, one, two):
         async with aclosing(one.generate(ask())) as deltas:
             got = await first_tokens(deltas, count) if count else []
-        await asyncio.sleep(0.15)  # its log is written
+        await stored(one)
         ids, text, ending = await rest(two, ask(len(got), got if tell else ()))
         assert (*got, *ids) == IDS
         assert TEXT.endswith(text)
@@ -185,7 +185,7 @@ async def test_a_gateway_that_died_with_the_last_token_out_is_finished_by_anothe
     verifier = SpellingVerifier()
     async with two_gateways(verifier) as (store, one, two):
         await collect(one, ask())
-        await asyncio.sleep(0.15)
+        await stored(one)
         store._requests["one"].fields |= {"state": "running"}  # as if the end had not been written
         ids, _, ending = await rest(two, ask(2))
         assert (ids, ending.reason, ending.eos_token_id) == (IDS[2:], FinishReason.STOP, END_ID)
@@ -199,7 +199,7 @@ async def test_resume_tokens_of_the_client_may_exceed_the_stored_log():
         async with serving(verifier, store=store) as service:
             if known:
                 await collect(service, ask(max_tokens=200))
-                await asyncio.sleep(0.15)
+                await stored(service)
                 kept = store._requests["one"]
                 kept.log, kept.fields["state"] = kept.log.__class__(IDS[:known], (True,) * known), "running"
             held = IDS[:7]
@@ -301,7 +301,7 @@ async def test_other_streams_run_while_a_long_output_is_resumed(monkeypatch):
 async def test_tokens_that_are_not_the_output_are_refused():
     async with serving() as service:
         await collect(service, ask())
-        await asyncio.sleep(0.15)
+        await stored(service)
         with pytest.raises(InvalidRequest, match="resume_tokens"):
             await collect(service, ask(2, (IDS[0], IDS[0])))
 
@@ -313,7 +313,7 @@ async def test_an_aborted_one_stays_aborted():
         got = await first_tokens(deltas, 3)
         service.abort(["one"])
         got += [t async for d in deltas for t in ids_of(d)]
-        await asyncio.sleep(0.15)
+        await stored(service)
         ids, _, ending = await rest(service, ask(len(got)))
         assert (ids, ending.reason) == ((), FinishReason.ABORTED)
 
@@ -321,7 +321,7 @@ async def test_an_aborted_one_stays_aborted():
 async def test_replayed_tokens_have_logprobs():
     async with two_gateways(SpellingVerifier()) as (_, one, two):
         first = await collect(one, ask(logprobs=2))
-        await asyncio.sleep(0.15)
+        await stored(one)
         told = [span async for delta in two.generate(ask(4, logprobs=2)) for span in delta.spans]
         assert told == list(first.spans[4:])
 
@@ -330,7 +330,7 @@ async def test_a_prompt_whose_logprobs_are_no_longer_known_is_not_told_without_t
     asked = {"prompt_logprobs": 1, "logprobs": 0}
     async with two_gateways(SpellingVerifier()) as (_, one, two):
         await collect(one, ask(**asked))
-        await asyncio.sleep(0.15)
+        await stored(one)
         with pytest.raises(InvalidRequest, match=r"resume_offset: 0 .* log-probabilities of the prompt"):
             await rest(two, ask(0, **asked))
         ids, _, _ = await rest(two, ask(3, **asked))  # the first chunk was received

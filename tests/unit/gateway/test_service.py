@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from support.records import record_of
-from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, ids_of, serving
+from unit.gateway.service_for_tests import IDS, TEXT, WAIT_S, at_rest, collect, ids_of, serving, until
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier, older_epoch
 
@@ -74,8 +74,7 @@ async def test_one_verifier_that_restarts_is_waited_for():
     dying = SpellingVerifier(die_after=lambda r: 5 if r.epoch == 1 else None)
 
     async def restart():
-        while dying.up:
-            await asyncio.sleep(0.01)
+        await until(lambda: not dying.up)
         await asyncio.sleep(0.2)
         dying.up = True
 
@@ -119,7 +118,7 @@ def impatient(monkeypatch):
 
 async def test_a_verifier_that_hangs_loses_its_streams(impatient):
     hanging, other = Hanging(), SpellingVerifier(up=False)
-    async with serving(hanging, other) as service, asyncio.timeout(10):
+    async with serving(hanging, other) as service, asyncio.timeout(WAIT_S):
         running = asyncio.create_task(collect(service, GenerateRequest("a")))
         await until(lambda: hanging.hangs)
         other.up = True
@@ -132,7 +131,7 @@ async def test_a_verifier_that_hangs_loses_its_streams(impatient):
 
 async def test_a_verifier_that_hangs_keeps_its_streams_while_no_other_is_ready(impatient):
     hanging = Hanging()
-    async with serving(hanging) as service, asyncio.timeout(10):
+    async with serving(hanging) as service, asyncio.timeout(WAIT_S):
         running = asyncio.create_task(collect(service, GenerateRequest("a")))
         await until(lambda: hanging.hangs)
         upstream = next(iter(service.upstreams))
@@ -155,7 +154,7 @@ async def test_a_verifier_that_answers_no_polls_but_goes_on_keeps_its_streams(im
         polls += 1
         raise Unavailable("busy")
 
-    async with serving(busy, other) as service, asyncio.timeout(10):
+    async with serving(busy, other) as service, asyncio.timeout(WAIT_S):
         router.SILENT_S = 5.0  # well above the pauses between its tokens
         upstream = next(iter(service.upstreams))
         running = asyncio.create_task(collect(service, GenerateRequest("a")))
@@ -207,7 +206,7 @@ async def test_a_running_stream_waits_for_room_at_the_only_verifier():
 
 async def test_a_running_stream_waits_for_room_only_so_long():
     full = Full(refusals=10**6)
-    async with serving(full, redispatch_wait_s=0.2) as service, asyncio.TaskGroup() as group:
+    async with serving(full, redispatch_wait_s=1.0) as service, asyncio.TaskGroup() as group:
         group.create_task(revive(full))
         with pytest.raises(Unavailable, match="after 3 tokens: calls are under way"):
             await collect(service, GenerateRequest("a"))
@@ -220,12 +219,6 @@ async def test_a_running_stream_waits_for_room_only_so_long():
 async def revive(verifier):
     await until(lambda: not verifier.up)
     verifier.up = True
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_no_other_verifier_is_stream_interrupted_after_tokens_and_unavailable_before():
@@ -318,7 +311,7 @@ async def test_closing_the_stream_frees_everything():
                 break
         await at_rest(service, verifier)
         task = asyncio.create_task(collect(service, GenerateRequest("a")))
-        await asyncio.sleep(0.03)
+        await until(lambda: verifier.running)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -329,8 +322,9 @@ async def test_a_request_that_is_aborted_while_it_waits_has_waited_and_has_no_ti
     verifier = SpellingVerifier(delay_s=0.2)
     async with serving(verifier, max_num_seqs=1) as service, asyncio.TaskGroup() as group:
         running = group.create_task(collect(service, GenerateRequest("a", request_id="r1")))
-        await asyncio.sleep(0.3)
+        await until(lambda: any(entry.tokens for entry in service._ledger._entries))
         waiting = group.create_task(collect(service, GenerateRequest("a", request_id="r2")))
+        await until(lambda: service.admission.num_waiting)
         await asyncio.sleep(0.1)
         service.abort(["r2"])
         timing = (await waiting).ending.timing
@@ -349,9 +343,9 @@ async def test_abort_ends_running_and_waiting_requests():
     verifier = SpellingVerifier(delay_s=0.05)
     async with serving(verifier, max_num_seqs=1) as service, asyncio.TaskGroup() as group:
         running = group.create_task(collect(service, GenerateRequest("a", request_id="r1")))
-        await asyncio.sleep(0.12)
+        await until(lambda: any(entry.tokens for entry in service._ledger._entries))
         waiting = group.create_task(collect(service, GenerateRequest("a", request_id="r2")))
-        await asyncio.sleep(0.02)
+        await until(lambda: service.admission.num_waiting)
         assert service.admission.num_waiting == 1
         assert service.abort(["r2"], tenant="another") == []
         assert service.abort(["r2", "unknown"], tenant="") == ["r2"]
@@ -368,7 +362,7 @@ async def test_a_deadline_names_its_phase():
     verifier = SpellingVerifier(delay_s=0.1)
     async with serving(verifier, max_num_seqs=1) as service, asyncio.TaskGroup() as group:
         first = group.create_task(collect(service, GenerateRequest("a")))
-        await asyncio.sleep(0.01)
+        await until(lambda: verifier.running)
         with pytest.raises(DeadlineExceeded) as caught:
             await collect(service, GenerateRequest("a", deadline_s=0.05))
         assert caught.value.metadata["phase"] == "queue"
@@ -398,7 +392,7 @@ async def test_a_live_id_is_refused_and_an_ended_one_may_be_used_again():
     store = MemoryStore()
     async with serving(verifier, store=store) as service, asyncio.TaskGroup() as group:
         first = group.create_task(collect(service, GenerateRequest("a", request_id="one")))
-        await asyncio.sleep(0.01)
+        await until(lambda: verifier.running)
         with pytest.raises(DuplicateRequest):
             await collect(service, GenerateRequest("a", request_id="one"))
         assert (await first).text == TEXT
@@ -423,7 +417,7 @@ async def test_a_lease_taken_by_another_gateway_ends_the_generation():
     store = MemoryStore()
     async with serving(verifier, store=store, lease_s=0.3) as service:
         running = asyncio.create_task(collect(service, GenerateRequest("a", request_id="one")))
-        await asyncio.sleep(0.03)
+        await until(lambda: verifier.running)
         store._requests["one"].lease_until = 0.0
         await store.begin("one", "another gateway", 5, {})
         with pytest.raises(StaleEpoch):
@@ -462,7 +456,6 @@ async def test_a_store_that_dies_stops_no_request():
         assert last.ending.usage.completion_tokens == len(IDS)
         assert (await collect(service, GenerateRequest("a", request_id="two"))).text == TEXT
         store.dead = False
-        await asyncio.sleep(2.5)
         await at_rest(service, dying, other)
         assert (await record_of(store, "one")).output.tokens == IDS
         assert (await record_of(store, "two")).output.tokens == IDS
@@ -473,9 +466,8 @@ async def test_turns_of_a_session_go_to_the_verifier_that_holds_them():
     async with serving(*verifiers) as service:
         for _ in range(5):
             await collect(service, GenerateRequest(tuple(range(1, 70)), session_id="talk"))
-            async with asyncio.timeout(10):  # until it is known that its verifier is idle again
-                while any(_busy(u) for u in service.upstreams):
-                    await asyncio.sleep(0.01)
+            # until it is known that its verifier is idle again
+            await until(lambda: not any(_busy(u) for u in service.upstreams))
         assert sorted(len(v.requests) for v in verifiers) == [0, 0, 0, 5]
         routed = service.metrics.registry.get_sample_value
         outcomes = ("least_load", "affinity", "fallback")
@@ -489,12 +481,12 @@ def _busy(upstream):
 
 
 async def test_draining_refuses_new_requests_lets_others_end_and_then_ends_them():
-    verifier = SpellingVerifier(delay_s=0.1)
+    verifier = SpellingVerifier(text=TEXT * 5, delay_s=0.1)
     async with serving(verifier) as service, asyncio.TaskGroup() as group:
         short = group.create_task(collect(service, GenerateRequest("a", max_tokens=3)))
         stuck = group.create_task(_outcome(service, GenerateRequest("a")))
-        await asyncio.sleep(0.01)
-        assert await service.drain(0.25) == 1
+        await until(lambda: verifier.running == 2)
+        assert await service.drain(1.5) == 1
         assert (await short).ending.reason is FinishReason.LENGTH
         assert isinstance(await stuck, Unavailable)
         with pytest.raises(Unavailable, match="draining"):
@@ -511,9 +503,9 @@ async def _outcome(service, request):
 
 
 async def test_a_deadline_error_has_the_number_of_emitted_tokens():
-    async with serving(SpellingVerifier(run=1, delay_s=0.1)) as service:
+    async with serving(SpellingVerifier(text=TEXT * 5, run=1, delay_s=0.1)) as service:
         with pytest.raises(DeadlineExceeded) as caught:
-            await collect(service, GenerateRequest("a", deadline_s=1.0))
+            await collect(service, GenerateRequest("a", deadline_s=2.0))
         error = http_error(caught.value)
         assert int(caught.value.metadata["emitted"]) > 0
         assert (error.status, error.headers["x-should-retry"]) == (504, "false")

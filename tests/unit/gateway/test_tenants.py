@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.records import record_of
-from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, ids_of, serving, settings_of
+from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, ids_of, serving, settings_of, stored
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
@@ -118,7 +118,7 @@ async def resumed_at_once(one, two):
 
 async def fetched_twice(one, two):
     await collect(one, ask("t"))
-    await asyncio.sleep(0.15)  # its record is written
+    await stored(one)
     for _ in range(2):
         assert (await collect(two, ask("t", offset=0))).text == TEXT
 

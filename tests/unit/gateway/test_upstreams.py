@@ -55,7 +55,7 @@ async def discovering(*sources, delay_s=0.0):
 
 
 async def until(condition):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -44,7 +44,7 @@ async def test_the_system_clock_moves():
     clock = SystemClock()
     before, wall = clock.now(), clock.wall()
     await clock.sleep(0.01)
-    assert 0.005 < clock.now() - before < 5
+    assert 0.005 < clock.now() - before < 60
     assert wall > 1_700_000_000
 
 

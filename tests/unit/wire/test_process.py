@@ -53,7 +53,7 @@ def test_garbage_collections_skip_objects_loaded_at_start(capsys: pytest.Capture
 
 
 async def answers(admin) -> dict[str, int]:
-    async with httpx.AsyncClient(base_url=f"http://{admin.address}", timeout=10) as client:
+    async with httpx.AsyncClient(base_url=f"http://{admin.address}", timeout=60) as client:
         return {probe: (await client.get(f"/health/{probe}")).status_code for probe in ("startup", "ready", "live")}
 
 
