@@ -85,7 +85,7 @@ _FIXES = {
     "too_short": "is too short; at least {min_length} needed",
 }
 # Of the errors of a union's members, the types that say most. The others follow in their order.
-_RANKS = {"unsupported": 0, "string_unicode": 1, "too_short": 2}
+_RANKS = {"unsupported": 0, "refused": 1, "string_unicode": 2, "too_short": 3}
 # pydantic's error type -> the expected type; the members of a union have an error each.
 _VALUE_TYPES = {
     "string_type": "a string",
@@ -183,7 +183,7 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     if kind == "missing":
         return InvalidRequest.from_message(f"{path}: is missing; send it")
     kinds = [_VALUE_TYPES[one["type"]] for one in furthest if one["type"] in _VALUE_TYPES and _path(one) == path]
-    if kinds and kind not in ("string_unicode", "too_short"):
+    if kinds and kind not in _RANKS:
         fix = f"is not {' or '.join(dict.fromkeys(kinds))}"
     else:
         fix = _FIXES.get(kind, "").format_map(error.get("ctx", {})) or error["msg"]

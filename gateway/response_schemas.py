@@ -10,9 +10,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
-import orjson
 from pydantic import (
-    AfterValidator,
     Discriminator,
     Field,
     Tag,
@@ -22,7 +20,6 @@ from pydantic import (
     model_validator,
 )
 
-from gateway.grammar_check import MAX_DEPTH, json_depth
 from gateway.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -34,7 +31,9 @@ from gateway.schemas import (
     ChatRequest,
     CommonFields,
     FunctionTool,
+    JsonObject,
     JsonSchema,
+    JsonText,
     Message,
     NamedFunction,
     Part,
@@ -44,7 +43,6 @@ from gateway.schemas import (
     at_most,
     check_belongs,
     choice_of,
-    not_nested_too_deeply,
     only,
     refused,
     text_of,
@@ -90,7 +88,7 @@ class CallItem(Item):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: Annotated[str, AfterValidator(not_nested_too_deeply)]
+    arguments: JsonText
 
 
 class CallOutputItem(Item):
@@ -171,24 +169,9 @@ def items_of(output: Iterable[Mapping[str, object]]) -> list[InputItem]:
 # -- The request --------------------------------------------------------------------------------------------------------
 
 
-def _repeatable(schema: dict[str, Any]) -> dict[str, Any]:
-    """Refuses a schema that the answer, which repeats it, could not spell: integers beyond 64 bits, lone surrogates, deep nesting."""
-    try:
-        text = orjson.dumps(schema).decode()
-    except TypeError as error:
-        raise refused(f"cannot be repeated in the answer ({error}); change it") from None
-    if (depth := json_depth(text)) > MAX_DEPTH:
-        raise refused(f"is nested {depth} deep; the limit is {MAX_DEPTH}")
-    return schema
-
-
-RepeatedSchema = Annotated[dict[str, Any], AfterValidator(_repeatable)]
-
-
 class ResponseTool(FunctionTool):
     """A function; in a chat it is a member of the tool."""
 
-    parameters: RepeatedSchema = Field(default={})
     type: Annotated[
         str, only("function", fix="use functions, which the client calls"), WithJsonSchema({"const": "function"})
     ]
@@ -211,7 +194,7 @@ class TextFormat(Body):
     name: str = ""
     description: str = ""
     strict: bool = False
-    schema_: RepeatedSchema | None = Field(None, alias="schema")
+    schema_: JsonObject | None = Field(None, alias="schema")
 
     @model_validator(mode="after")
     def _has_schema(self) -> TextFormat:
@@ -272,7 +255,7 @@ class ResponseRequest(CommonFields):
         dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], at_most(16, "entries")
     ] = Field(default={})
     client_metadata: dict[str, Any] = Field(default={})  # a label of Codex
-    chat_template_kwargs: dict[str, Any] = Field(default={})
+    chat_template_kwargs: JsonObject = Field(default={})
 
     @property
     def messages(self) -> list[Message]:

@@ -7,11 +7,11 @@ A model validates one body and makes the `GenerateRequest` of the service; `gate
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
+import orjson
 from pydantic import (
     AfterValidator,
     AllowInfNan,
@@ -27,6 +27,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from gateway.auth import tenant
+from gateway.grammar_check import MAX_DEPTH, json_depth
 from gateway.planning import refusing
 from gateway.requests import Chat, GenerateRequest, Resume, speculation_of
 from gateway.sampling_defaults import RECOMMENDED
@@ -103,6 +104,22 @@ def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _flat(text: str) -> str:
+    """Refuses deep nesting, which code that recurses (templates, compilers of grammars) cannot bear."""
+    if (depth := json_depth(text)) > MAX_DEPTH:
+        raise refused(f"is nested {depth} deep; the limit is {MAX_DEPTH}")
+    return text
+
+
+def _spellable(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuses what an answer that repeats it could not spell: integers beyond 64 bits, lone surrogates; and deep nesting."""
+    try:
+        _flat(orjson.dumps(value).decode())
+    except TypeError as error:
+        raise refused(f"cannot be written as JSON ({error}); change it") from None
+    return value
+
+
 WHOLE = BeforeValidator(_whole)  # written after the bounds, so that these are in the JSON schema
 Number = Annotated[float, AllowInfNan(False)]
 Count = Annotated[int, Field(ge=0), WHOLE]
@@ -110,6 +127,8 @@ Count = Annotated[int, Field(ge=0), WHOLE]
 MaxTokens = Annotated[int, Field(json_schema_extra={"minimum": 0}), WHOLE]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]  # no BeforeValidator: there may be hundreds of thousands in a body
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_spellable)]
+JsonText = Annotated[str, AfterValidator(_flat)]  # a model may have written it, and it may be no JSON
 Texts = Annotated[list[str], Field(fail_fast=True)]
 DraftSize = Annotated[int, Field(ge=1, le=1024), WHOLE]
 Logprobs = Annotated[Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None, BeforeValidator(_none_if_false)]
@@ -174,19 +193,9 @@ def _role(value: str) -> str:
     return value
 
 
-def not_nested_too_deeply(value: str) -> str:
-    try:
-        json.loads(value or "{}")
-    except RecursionError:
-        raise refused("is nested too deeply; make it flatter") from None
-    except ValueError:
-        pass  # a model may have written it: see `CallInMessage.for_template`
-    return value
-
-
 class CalledFunction(Body):
     name: str
-    arguments: Annotated[str, AfterValidator(not_nested_too_deeply)]
+    arguments: JsonText
 
 
 class CallInMessage(Body):
@@ -203,11 +212,6 @@ class CallInMessage(Body):
             arguments = json.loads(self.function.arguments or "{}")
         except ValueError:
             arguments = self.function.arguments
-        except (
-            RecursionError
-        ):  # the check of the field may have passed: the limit depends on the depth of the call stack
-            fix = "has arguments that are nested too deeply; make them flatter"
-            raise InvalidRequest("messages", "tool_calls", fix) from None
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
@@ -252,7 +256,7 @@ class Conversation(Body):
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: JsonObject = {}
 
     def chat(self, messages: list[Message]) -> Chat:
         """InvalidRequest if an answer is both begun and continued."""
@@ -282,20 +286,11 @@ class JsonSchema(Body):
     name: str = ""
     description: str = ""
     strict: bool = False
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-@contextmanager
-def bounded_depth(field: str) -> Iterator[None]:
-    """Turns the RecursionError of a schema that is nested too deeply into InvalidRequest with the name of its field."""
-    try:
-        yield
-    except RecursionError:
-        raise InvalidRequest(field, "a schema", "is nested too deeply; make it flatter") from None
+    schema_: JsonObject = Field(alias="schema")
 
 
 def structure_of(field: str, form: Form, text: str) -> Structure:
-    """A form of the output that the gateway wrote down. InvalidRequest, with the name of its field, if it is too long or not Unicode."""
+    """A form of the output that the gateway wrote down. InvalidRequest, with the name of its field, if it is too long."""
     try:
         return Structure(form, text)
     except ValueError as error:  # names the form, which the client may not have sent
@@ -305,7 +300,7 @@ def structure_of(field: str, form: Form, text: str) -> Structure:
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")  # llama.cpp's place of it, beside either type
+    schema_: JsonObject | None = Field(None, alias="schema")  # llama.cpp's place of it, beside either type
 
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
@@ -322,8 +317,7 @@ class ResponseFormat(Body):
         if self.json_schema is not None:
             schema, field = self.json_schema.schema_, "response_format.json_schema.schema"
         if schema is not None:
-            with bounded_depth(field):
-                return structure_of(field, Form.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+            return structure_of(field, Form.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
         return Structure(Form.JSON_OBJECT) if self.type == "json_object" else None
 
 
@@ -336,7 +330,7 @@ class StructuredOutputs(Body):
         str_min_length=None,  # type: ignore[typeddict-item]  # pydantic's type has no name for "not set"
     )
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: JsonObject | JsonText | None = Field(None, alias="json")
     json_object: bool = False
     regex: str | None = None
     grammar: str | None = None
@@ -351,7 +345,7 @@ class StructuredOutputs(Body):
 
     @property
     def structure(self) -> Structure:
-        with refusing(), bounded_depth("structured_outputs.json"):
+        with refusing():
             if self.json_ is not None:
                 text = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_, ensure_ascii=False)
                 return Structure(Form.JSON_SCHEMA, text)
@@ -371,7 +365,7 @@ FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
 class FunctionTool(Body):
     name: FunctionName
     description: str = ""
-    parameters: dict[str, Any] = {}
+    parameters: JsonObject = {}
     strict: bool = False  # calls that the model chooses are valid as well; forced ones always are
 
 
@@ -740,9 +734,8 @@ class ChatRequest(GenerationBody, Conversation):
             raise UnsupportedParameter(f"tools[{strict}].function.strict", True, fix)
         functions, parallel = [tool.function for tool in self.tools], self.parallel_tool_calls
         try:
-            with bounded_depth("tools"):
-                output = None if own is None else json.loads(own.text or '{"type": "object"}')
-                text = grammar_of_choice(form, functions, parallel=parallel, output=output, marks=marks)
+            output = None if own is None else json.loads(own.text or '{"type": "object"}')
+            text = grammar_of_choice(form, functions, parallel=parallel, output=output, marks=marks)
         except (TypeError, ValueError):  # of the text that `structured_outputs.json` may be
             raise InvalidRequest("structured_outputs.json", "a text", "is no JSON object") from None
         return structure_of("tools", Form.GRAMMAR, text)
@@ -753,13 +746,12 @@ class ChatRequest(GenerationBody, Conversation):
         if not self.forces_calls:
             return super().output_form
         functions = [tool.function for tool in self.tools]
-        with bounded_depth("tools"):
-            if self.function:
-                (parameters,) = [function.parameters for function in functions if function.name == self.function]
-                schema = parameters or {"type": "object"}
-            else:
-                schema = forced_schema(functions, parallel=self.parallel_tool_calls)
-            return structure_of("tools", Form.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+        if self.function:
+            (parameters,) = [function.parameters for function in functions if function.name == self.function]
+            schema = parameters or {"type": "object"}
+        else:
+            schema = forced_schema(functions, parallel=self.parallel_tool_calls)
+        return structure_of("tools", Form.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
 
     def chat(self, messages: list[Message]) -> Chat:
         chat = super().chat(messages)

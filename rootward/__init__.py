@@ -28,7 +28,7 @@ from rootward.errors import (
 )
 
 if TYPE_CHECKING:
-    from rootward.client import AsyncClient, Client, KeepAlive, SamplingParams, Speculation
+    from rootward.client import AsyncClient, Client, SamplingParams, Speculation
 
     __version__: str
 
@@ -44,7 +44,6 @@ __all__ = [
     "ConflictError",
     "DeadlineExceededError",
     "InternalServerError",
-    "KeepAlive",
     "NotFoundError",
     "PermissionDeniedError",
     "RateLimitError",

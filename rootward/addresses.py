@@ -1,4 +1,4 @@
-"""Network addresses as strings: host:port, an IPv6 host in brackets, or unix:PATH."""
+"""Network addresses as strings: host:port, with an IPv6 host in brackets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def split_host_port(address: str) -> tuple[str, int]:
 def is_loopback(address: str) -> bool:
     """Whether only processes of this machine can connect to a server that listens on this address."""
     host = address.rpartition(":")[0].strip("[]")
-    return host == "localhost" or host == "::1" or host.startswith("127.") or address.startswith("unix:")
+    return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def open_local(request: str | urllib.request.Request, *, timeout_s: float | None = None) -> Any:

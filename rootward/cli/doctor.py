@@ -34,9 +34,9 @@ def doctor(
     tls_key: Annotated[Path | None, typer.Option(help="PEM file of the key of the client certificate.")] = None,
     output: Output = OutputFormat.text,
 ) -> None:
-    """Check this machine (cores, threads, memory, processor, GPU, packages, limits) and, with --gateway, a running system.
+    """Check this machine (cores, threads, memory, processor, GPU, limits) and, with --gateway, a running system.
 
-    Checks of a system: reachability, verifiers and drafters, their versions and tokenizers, distance of drafters, KV memory, Redis and its
+    Checks of a system: reachability, verifiers and drafters, their versions, distance of drafters, KV memory, Redis and its
     eviction policy, expiry of certificates, clocks. Exit code 3 if there is a problem, else 0, also with warnings.
 
     [bold]Examples[/bold]
@@ -57,8 +57,15 @@ def doctor(
         )
     found = machine.judge(machine.look())
     if gateway:
-        access = system.Access(gateway, api_key, redis_url, tls_authority, tls_certificate, tls_key)
-        found += system.judge(asyncio.run(system.look(access)))
+        seen = system.look(
+            gateway,
+            api_key=api_key,
+            redis_url=redis_url,
+            authority=tls_authority,
+            certificate=tls_certificate,
+            key=tls_key,
+        )
+        found += system.judge(asyncio.run(seen))
     problems = [one for one in found if one.level is Level.PROBLEM]
     show({"healthy": not problems, "findings": [asdict(one) for one in found]}, _table(found), output)
     if problems:

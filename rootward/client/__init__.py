@@ -16,7 +16,6 @@ from rootward.client.asynchronous import AsyncClient, AsyncStream
 from rootward.client.blocking import Client, Stream
 from rootward.client.types import (
     GenerationResult,
-    KeepAlive,
     Load,
     RequestOptions,
     Round,
@@ -39,7 +38,6 @@ __all__ = [
     "AsyncStream",
     "Client",
     "GenerationResult",
-    "KeepAlive",
     "Load",
     "ModelCard",
     "RequestOptions",

@@ -15,7 +15,6 @@ from rootward.client.codec import LOAD, SERVER_INFO, Received, event_from_pb, re
 from rootward.client.connection import ApiKey, Connection, Retries
 from rootward.client.types import (
     GenerationResult,
-    KeepAlive,
     Load,
     Messages,
     Prompt,
@@ -47,21 +46,19 @@ class AsyncClient:
         connect_timeout: float = 5.0,
         max_retries: int = 2,
         tls: grpc.ChannelCredentials | None = None,
-        keepalive: KeepAlive | None = None,
         channels: int = 2,
         channel_options: Mapping[str, str | int] | None = None,
         metadata: Mapping[str, str] | None = None,
     ):
         """`target` is host:port, grpc://host:port, grpcs://host:port (TLS) or dns:///name:port; several gateways have commas between,
         as in "one:50051,two:50051": a generation that one of them loses is resumed at another. Times in seconds. ValueError for a
-        timeout of 0 or less, or of more than a year.
+        timeout of 0 or less, or of more than a year. channel_options: arguments of gRPC channels, as "grpc.keepalive_time_ms".
         """
         self._connection = Connection(
             target,
             api_key=api_key,
             connect_timeout_s=connect_timeout,
             tls=tls,
-            keepalive=keepalive or KeepAlive(),
             num_channels=channels,
             channel_options=channel_options or {},
             metadata=metadata or {},

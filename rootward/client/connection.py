@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import replace
 from itertools import cycle, islice
 from typing import TypeVar
 
 import grpc
 
 from rootward.addresses import is_loopback
-from rootward.client.types import KeepAlive
 from rootward.clock import backoff_s
 from rootward.errors import (
     APIConnectionError,
@@ -22,7 +20,7 @@ from rootward.errors import (
     RateLimitError,
     UnavailableError,
 )
-from rootward.wire.channel import CALLING, NO_PROXY, client_options
+from rootward.wire.channel import NO_PROXY, client_options
 
 T = TypeVar("T")
 
@@ -45,7 +43,6 @@ class Connection:
         api_key: ApiKey | None,
         connect_timeout_s: float,
         tls: grpc.ChannelCredentials | None,
-        keepalive: KeepAlive,
         num_channels: int,
         channel_options: Mapping[str, str | int],
         metadata: Mapping[str, str],
@@ -54,8 +51,7 @@ class Connection:
         self._credentials = (tls or grpc.ssl_channel_credentials()) if secure or tls else None
         self._api_key = api_key
         self._metadata = dict(metadata)
-        transport = replace(CALLING, keepalive_time_s=keepalive.time_s, keepalive_timeout_s=keepalive.timeout_s)
-        options = dict(client_options(transport, round_robin=target.startswith("dns:")))
+        options = dict(client_options(round_robin=target.startswith("dns:")))
         if all(map(is_loopback, self.addresses)):
             options |= [NO_PROXY]
         options["grpc.min_reconnect_backoff_ms"] = int(connect_timeout_s * 1000)  # limit of one connection attempt
@@ -155,14 +151,14 @@ def parse_target(target: str) -> tuple[list[str], bool]:
     scheme, separator, rest = target.partition("://")
     if separator and scheme in ("grpc", "grpcs"):
         addresses = rest.rstrip("/").split(",")
-    elif separator and scheme not in ("dns", "ipv4", "ipv6", "unix"):
+    elif separator and scheme != "dns":
         raise ValueError(f"target: {target!r} has scheme {scheme!r}; use grpc://host:port or grpcs://host:port")
     else:
-        addresses = [target] if target.startswith(("ipv4:", "ipv6:")) else target.split(",")
+        addresses = target.split(",")
     for address in addresses:
         port = address.rpartition(":")[2]
-        if not address.startswith("unix:") and not port.isdecimal():
+        if not port.isdecimal():
             raise ValueError(f"target: {target!r} has no port; write host:port")
-        if port.isdecimal() and int(port) > 65535:  # gRPC would take its last 16 bits
+        if int(port) > 65535:  # gRPC would take its last 16 bits
             raise ValueError(f"target: {target!r} has port {port}; use one from 1 to 65535")
     return addresses, scheme == "grpcs"

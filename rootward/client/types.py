@@ -75,14 +75,6 @@ class RequestOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class KeepAlive:
-    """Seconds between pings on a connection, and for their answer."""
-
-    time_s: float = 30
-    timeout_s: float = 10
-
-
-@dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0  # of all choices

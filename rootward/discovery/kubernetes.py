@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config.config_exception import ConfigException
@@ -73,13 +72,9 @@ def endpoint_slice_discovery(
         if answer.status != 200:
             answer.close()
             raise ApiException(status=answer.status, reason=answer.reason)
-        found = json.loads(await answer.read())
-        if not isinstance(found, dict):
-            raise ValueError(f"an object was expected, not {type(found).__name__}")
-        return peers_in(found.get("items") or (), port)
+        return peers_in(json.loads(await answer.read()).get("items") or (), port)
 
-    failures = (ApiException, aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError)
-    return PolledDiscovery(ask, source=f"kubernetes:{service}", every_s=every_s, failures=failures)
+    return PolledDiscovery(ask, source=f"kubernetes:{service}", every_s=every_s)
 
 
 @asynccontextmanager

@@ -162,7 +162,7 @@ def registry_discovery(registry: Registry, role: str, name: str, *, every_s: flo
     async def ask() -> list[Peer]:
         return [Peer(w.address, w.zone, w.draining) for w in await registry.workers(role, name)]
 
-    return PolledDiscovery(ask, source="redis", every_s=every_s, failures=(RegistryUnavailable,))
+    return PolledDiscovery(ask, source="redis", every_s=every_s)
 
 
 _WORKER = TypeAdapter(Worker)

@@ -115,8 +115,7 @@ def dns_discovery(
         async with asyncio.timeout(DNS_TIMEOUT_S):
             return [Peer(address) for address in await resolve(host, port)]
 
-    failures = (OSError, TimeoutError)
-    return PolledDiscovery(ask, source=f"dns:{host}", every_s=DNS_POLL_S, failures=failures, clock=clock)
+    return PolledDiscovery(ask, source=f"dns:{host}", every_s=DNS_POLL_S, clock=clock)
 
 
 def _parse(entry: str) -> Source:

@@ -1,6 +1,6 @@
 """`rootward doctor`: checks of a machine or of a running system, with advice.
 
-    machine   this machine: cores, memory, processor, GPU, packages, limits
+    machine   this machine: cores, memory, processor, GPU, limits
     system    a running gateway, its verifiers and drafters, Redis, certificates, clocks
 
 Each has facts, which `look` collects, and `judge`, a pure function of them.

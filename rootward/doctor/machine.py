@@ -7,7 +7,6 @@ import re
 import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from rootward.doctor import Finding, graded
@@ -25,9 +24,7 @@ BUSY = 1.5  # processes that want to run, for each core
 @dataclass(frozen=True, slots=True)
 class Machine:
     """cores: that this process may use, of all_cores. threads: variables of the environment. memory: available bytes. load: processes that
-    want to run, mean of a minute. torch: version, "" without it. gpus: names that torch sees; has_gpu: the system has the driver of one.
-    packages: distribution → (installed version, what Rootward asks for), of those that do not fit. huge_pages: setting of the kernel,
-    "" where it has none."""
+    want to run, mean of a minute. torch: version, "" without it. gpus: names that torch sees; has_gpu: the system has the driver of one."""
 
     cores: int
     all_cores: int
@@ -39,15 +36,11 @@ class Machine:
     torch: str = ""
     gpus: tuple[str, ...] = ()
     has_gpu: bool = False
-    packages: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    num_packages: int = 0
-    huge_pages: str = ""
 
 
 def look() -> Machine:
     """The facts of this machine. Imports torch if it is installed."""
     torch_version, gpus = _torch_and_gpus()
-    wrong, num_packages = _wrong_packages()
     return Machine(
         cores=available_cores(),
         all_cores=os.cpu_count() or 1,
@@ -59,16 +52,11 @@ def look() -> Machine:
         torch=torch_version,
         gpus=gpus,
         has_gpu=Path("/proc/driver/nvidia/version").exists() or Path("/dev/kfd").exists(),
-        packages=wrong,
-        num_packages=num_packages,
-        huge_pages=_found(
-            r"\[(\w+)\]", "/sys/kernel/mm/transparent_hugepage/enabled"
-        ),  # as in "always [madvise] never"
     )
 
 
 def judge(machine: Machine) -> list[Finding]:
-    checks = (_cores, _threads, _memory, _processor, _torch, _packages, _descriptors, _pages)
+    checks = (_cores, _threads, _memory, _processor, _torch, _descriptors)
     return [check(machine) for check in checks]
 
 
@@ -121,12 +109,6 @@ def _torch(machine: Machine) -> Finding:
     return graded("torch", found, advice, problem=machine.has_gpu and not machine.gpus)
 
 
-def _packages(machine: Machine) -> Finding:
-    wrong = [f"{name} {own} (needs {needed})" for name, (own, needed) in sorted(machine.packages.items())]
-    advice = "install the versions that fit: pip install -c constraints.txt 'rootward[gateway,worker]'"
-    return graded("packages", ", ".join(wrong) or f"{machine.num_packages} fit", advice, problem=bool(wrong))
-
-
 def _descriptors(machine: Machine) -> Finding:
     number = machine.descriptors
     if number == resource.RLIM_INFINITY:
@@ -141,11 +123,6 @@ def _descriptors(machine: Machine) -> Finding:
     )
 
 
-def _pages(machine: Machine) -> Finding:
-    advice = "weights are read through small pages; echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-    return graded("huge pages", machine.huge_pages or "unknown", advice, warning=machine.huge_pages == "never")
-
-
 # -- facts --------------------------------------------------------------------------------------------------------------------
 
 
@@ -157,29 +134,6 @@ def _torch_and_gpus() -> tuple[str, tuple[str, ...]]:
         return "", ()
     names = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     return torch.__version__, names
-
-
-def _wrong_packages() -> tuple[dict[str, tuple[str, str]], int]:
-    """Installed packages that are not what the metadata of Rootward asks for, and how many were compared."""
-    try:
-        from packaging.requirements import Requirement
-
-        needs = [Requirement(line) for line in requires("rootward") or []]
-    except ImportError:  # no `packaging`, or Rootward is not installed
-        return {}, 0
-    wrong: dict[str, tuple[str, str]] = {}
-    names = set()
-    for needed in needs:
-        if needed.marker is not None and "extra" not in str(needed.marker) and not needed.marker.evaluate():
-            continue
-        try:
-            own = version(needed.name)
-        except PackageNotFoundError:  # of an extra that is not installed
-            continue
-        names.add(needed.name)
-        if not needed.specifier.contains(own, prereleases=True):
-            wrong[needed.name] = own, str(needed.specifier)
-    return wrong, len(names)
 
 
 def _available_memory() -> int:

@@ -39,15 +39,14 @@ SLOW_REDIS_MS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A process. error: why it did not answer, "" if it did. skew_s: its clock ahead of ours. tokenizer: content hash, "" without one."""
+    """A process. error: why it did not answer, "" if it did. skew_s: its clock ahead of ours."""
 
     role: str
     address: str
     error: str = ""
     version: str = ""
-    tokenizer: str = ""
     rtt_ms: float = 0.0
-    skew_s: float | None = None
+    skew_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class RedisSeen:
     rtt_ms: float = 0.0
     policy: str = ""
     used: float = 0.0
-    skew_s: float | None = None
+    skew_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +79,6 @@ class System:
     certificates: Sequence[CertificateSeen] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Address and credentials of a system. authority, certificate and key are PEM files; workers with mutual TLS need all three."""
-
-    url: str
-    api_key: str = ""
-    redis_url: str = ""
-    authority: Path | None = None
-    certificate: Path | None = None
-    key: Path | None = None
-
-
 # -- judgement ------------------------------------------------------------------------------------------------------------
 
 
@@ -110,9 +97,7 @@ def judge(system: System) -> list[Finding]:
         _distance(system.workers, system.load),
         _speculation(system.load),
         _versions(system),
-        _tokenizers(system),
         _clocks(system),
-        _requests(system.load),
         _kv(system.load),
         _silent(system),
         _redis(system.redis) if system.redis is not None else None,
@@ -179,37 +164,21 @@ def _speculation(load: Load) -> Finding | None:
 
 
 def _versions(system: System) -> Finding:
-    versions = {f"{one.role} {one.address}": one.version for one in _answering(system) if one.version}
+    versions = {f"{one.role} {one.address}": one.version for one in _answering(system)}
     different = sorted(set(versions.values()))
     old = [name for name, version in versions.items() if version != system.gateway.version]
     advice = f"not that of the gateway: {', '.join(old)}; finish the upgrade (docs/operations/upgrades.md)"
-    return graded("versions", ", ".join(different) or "unknown", advice, warning=len(different) > 1)
+    return graded("versions", ", ".join(different), advice, warning=len(different) > 1)
 
 
-def _tokenizers(system: System) -> Finding | None:
-    hashes = {one.tokenizer for one in system.workers if one.tokenizer}
-    if not hashes:
-        return None
-    advice = "use one tokenizer everywhere; `rootward check-pair TARGET DRAFT` shows the first differing token"
-    return graded("tokenizers", f"{len(hashes)} kind(s)", advice, problem=len(hashes) > 1)
-
-
-def _clocks(system: System) -> Finding | None:
-    skews = {f"{one.role} {one.address}": abs(one.skew_s) for one in _answering(system) if one.skew_s is not None}
-    if system.redis is not None and system.redis.skew_s is not None:
+def _clocks(system: System) -> Finding:
+    skews = {f"{one.role} {one.address}": abs(one.skew_s) for one in _answering(system)}
+    if system.redis is not None:
         skews["redis"] = abs(system.redis.skew_s)
-    if not skews:
-        return None
     name, skew_s = max(skews.items(), key=itemgetter(1))
     advice = f"set the clock of {name} (chrony or NTP): certificates, logs and traces go by it"
     found = f"at most {skew_s:.2f} s from ours"
     return graded("clocks", found, advice, problem=skew_s > LARGE_SKEW_S, warning=skew_s > SKEW_S)
-
-
-def _requests(load: Load) -> Finding:
-    advice = "requests wait for a slot: add verifiers, or raise --max-num-seqs where memory allows"
-    found = f"{load.num_running} running, {load.num_waiting} waiting"
-    return graded("requests", found, advice, warning=load.num_waiting > load.num_running)
 
 
 def _kv(load: Load) -> Finding | None:
@@ -268,17 +237,26 @@ def _answering(system: System) -> list[Seen]:
 # -- facts --------------------------------------------------------------------------------------------------------------------
 
 
-async def look(access: Access) -> System:
-    """Asks everything, side by side, each call for a few seconds at most."""
-    (address, *_), secure = parse_target(access.url)
+async def look(
+    url: str,
+    *,
+    api_key: str = "",
+    redis_url: str = "",
+    authority: Path | None = None,
+    certificate: Path | None = None,
+    key: Path | None = None,
+) -> System:
+    """Asks everything, side by side, each call for a few seconds at most.
+
+    authority, certificate and key are PEM files; workers with mutual TLS need all three."""
+    (address, *_), secure = parse_target(url)
     certificates = []
     tls = None
     if secure:
-        if access.authority is not None:
-            tls = grpc.ssl_channel_credentials(read_pem("--tls-authority", access.authority))
-        certificates.append(await asyncio.to_thread(_certificate_of, address, access.authority))
-    client = AsyncClient(access.url, api_key=access.api_key or None, tls=tls, timeout=TIMEOUT_S, max_retries=0)
-    async with client:
+        if authority is not None:
+            tls = grpc.ssl_channel_credentials(read_pem("--tls-authority", authority))
+        certificates.append(await asyncio.to_thread(_certificate_of, address, authority))
+    async with AsyncClient(url, api_key=api_key or None, tls=tls, timeout=TIMEOUT_S, max_retries=0) as client:
         try:
             info, rtt_s, asked_s = await _fastest(client.server_info)
             load = await client.load()
@@ -287,13 +265,13 @@ async def look(access: Access) -> System:
             # the text of a lost connection is a status of gRPC; why TLS fails is said by the certificate
             said = "no gateway answers there" if lost else str(error).splitlines()[0]
             return System(Seen("gateway", address, said), certificates=certificates)
-    skew_s = _skew(info.clock_s, asked_s)
-    gateway = Seen("gateway", address, version=info.version, rtt_ms=1e3 * rtt_s, skew_s=skew_s)
+    gateway = Seen("gateway", address, "", info.version, 1e3 * rtt_s, info.clock_s - asked_s)
+    as_caller = ClientTls(Certificates(certificate, key, authority)) if certificate and key and authority else None
     workers = await asyncio.gather(
-        *(_worker("verifier", one.address, access) for one in info.verifiers),
-        *(_worker("drafter", one.address, access) for one in info.drafters),
+        *(_worker("verifier", one.address, as_caller) for one in info.verifiers),
+        *(_worker("drafter", one.address, as_caller) for one in info.drafters),
     )
-    redis = await _redis_at(access.redis_url) if access.redis_url else None
+    redis = await _redis_at(redis_url) if redis_url else None
     return System(gateway, info, load, workers, redis, certificates)
 
 
@@ -310,24 +288,16 @@ async def _fastest(ask: Callable[[], Awaitable[T]]) -> tuple[T, float, float]:
     return min(calls, key=itemgetter(1))
 
 
-def _skew(clock_s: float, asked_s: float) -> float | None:
-    """Seconds by which a clock is ahead of ours; None for a peer that does not send it."""
-    return clock_s - asked_s if clock_s else None
-
-
-async def _worker(role: str, address: str, access: Access) -> Seen:
+async def _worker(role: str, address: str, tls: ClientTls | None) -> Seen:
     from rootward.wire.clients import RemoteDrafter, RemoteVerifier
 
     kind: Callable[..., Any] = RemoteVerifier if role == "verifier" else RemoteDrafter
-    files = (access.certificate, access.key, access.authority)
-    tls = ClientTls(Certificates(*files)) if all(files) else None  # type: ignore[arg-type]
     try:
         async with kind(address, tls=tls, rpc_timeout_s=TIMEOUT_S) as worker:
             info, rtt_s, asked_s = await _fastest(worker.get_info)
     except (RootwardError, OSError) as error:
         return Seen(role, address, str(error).splitlines()[0])
-    skew_s = _skew(info.clock_s, asked_s)
-    return Seen(role, address, "", info.version, info.model.tokenizer_hash, 1e3 * rtt_s, skew_s)
+    return Seen(role, address, "", info.version, 1e3 * rtt_s, info.clock_s - asked_s)
 
 
 async def _redis_at(url: str) -> RedisSeen:
@@ -351,7 +321,7 @@ async def _redis_at(url: str) -> RedisSeen:
         memory = next(iter(memory.values()))
     limit = float(memory.get("maxmemory", 0))
     used = float(memory["used_memory"]) / limit if limit else 0.0
-    return RedisSeen("", 1e3 * rtt_s, str(memory.get("maxmemory_policy", "")), used, _skew(clock_s, asked_s))
+    return RedisSeen("", 1e3 * rtt_s, str(memory.get("maxmemory_policy", "")), used, clock_s - asked_s)
 
 
 def _certificate_of(address: str, authority: Path | None) -> CertificateSeen:

@@ -19,6 +19,7 @@ MIB = 1 << 20
 MAX_ITEM_BYTES = 63 * MIB  # of one item, which is never divided, so that its message stays within the limits of a hop
 FRAME_BYTES = MIB  # of one message of a stream of frames, unless one item alone is larger
 NO_PROXY = ("grpc.enable_http_proxy", 0)  # do not take the proxy of http_proxy in the environment
+KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 30_000, 10_000  # between pings on a connection, and for their answers
 MOST_PINGS = 100  # pings in a row that come too early; more end the connection
 
 
@@ -29,8 +30,6 @@ class Transport:
     max_receive_bytes: int  # of one message, as those that follow
     max_send_bytes: int = 64 * MIB
     max_connection_age_s: float | None = None
-    keepalive_time_s: float = 30
-    keepalive_timeout_s: float = 10
 
 
 CALLING = Transport(64 * MIB)  # the caller's end of a hop: answers may have log-probabilities of a long prompt
@@ -47,7 +46,7 @@ def public(max_request_bytes: int = MAX_REQUEST_BYTES) -> Transport:
 
 
 def client_options(transport: Transport = CALLING, *, round_robin: bool = False) -> Options:
-    """Dead peers are detected within keepalive_time + keepalive_timeout, restarted ones reconnected within seconds."""
+    """Dead peers are detected within KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS, restarted ones reconnected within seconds."""
     options: Options = [
         *_common(transport),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -122,7 +121,7 @@ def _common(transport: Transport) -> Options:
     return [
         ("grpc.max_receive_message_length", transport.max_receive_bytes),
         ("grpc.max_send_message_length", transport.max_send_bytes),
-        ("grpc.keepalive_time_ms", int(transport.keepalive_time_s * 1000)),
-        ("grpc.keepalive_timeout_ms", int(transport.keepalive_timeout_s * 1000)),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
     ]

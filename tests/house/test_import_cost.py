@@ -34,7 +34,7 @@ def test_importing_rootward_loads_nothing_heavy():
 
 def test_the_public_names_are_these():
     names = {name for name in rootward.__all__ if not name.endswith("Error")}
-    assert names == {"AsyncClient", "Client", "KeepAlive", "SamplingParams", "Speculation", "__version__"}
+    assert names == {"AsyncClient", "Client", "SamplingParams", "Speculation", "__version__"}
 
 
 def test_the_client_loads_nothing_heavy():

@@ -18,7 +18,7 @@ from rootward.cli.main import main
 from rootward.client.types import Load, ServerInfo, VerifierLoad, Worker
 from rootward.doctor import Finding, Level, machine, system
 from rootward.doctor.machine import GIB, Machine
-from rootward.doctor.system import Access, CertificateSeen, RedisSeen, Seen, System
+from rootward.doctor.system import CertificateSeen, RedisSeen, Seen, System
 from rootward.wire.server import RpcServer
 from rootward.wire.tls import ServerTls
 
@@ -30,8 +30,6 @@ GOOD = Machine(
     flags=frozenset({"avx2", "avx512f", "avx512_bf16"}),
     descriptors=65536,
     torch="2.13",
-    num_packages=20,
-    huge_pages="madvise",
 )
 INFO = ServerInfo(
     "1.0",
@@ -42,8 +40,8 @@ INFO = ServerInfo(
 )
 LOAD = Load(1, 0, 8, False, verifiers=(VerifierLoad("v", True, 1, 0, 8, {"kv_cache_usage_ratio": 0.2}),))
 SEEN = (
-    Seen("verifier", "v:1", version="1.0", tokenizer="abc", rtt_ms=0.5, skew_s=0.0),
-    Seen("drafter", "d:1", version="1.0", tokenizer="abc", rtt_ms=0.5, skew_s=0.1),
+    Seen("verifier", "v:1", version="1.0", rtt_ms=0.5, skew_s=0.0),
+    Seen("drafter", "d:1", version="1.0", rtt_ms=0.5, skew_s=0.1),
 )
 HEALTHY = System(
     Seen("gateway", "g:1", version="1.0", rtt_ms=1.0, skew_s=0.0),
@@ -84,10 +82,8 @@ def test_a_good_machine_has_nothing_to_change() -> None:
         ({"flags": frozenset()}, "processor", Level.WARNING),
         ({"torch": ""}, "torch", Level.WARNING),
         ({"has_gpu": True}, "torch", Level.PROBLEM),
-        ({"packages": {"torch": ("1.0", ">=2.6")}}, "packages", Level.PROBLEM),
         ({"descriptors": 4096}, "file descriptors", Level.WARNING),
         ({"descriptors": 256}, "file descriptors", Level.PROBLEM),
-        ({"huge_pages": "never"}, "huge pages", Level.WARNING),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -106,8 +102,7 @@ def test_this_machine_can_be_looked_at() -> None:
     assert 1 <= seen.cores <= seen.all_cores
     assert seen.memory > 0
     assert seen.torch
-    assert seen.num_packages > 10
-    assert {one.name for one in machine.judge(seen)} >= {"cores", "memory", "torch", "packages"}
+    assert {one.name for one in machine.judge(seen)} >= {"cores", "memory", "torch"}
 
 
 def test_a_healthy_system_has_nothing_to_change() -> None:
@@ -125,9 +120,7 @@ def test_a_healthy_system_has_nothing_to_change() -> None:
             Level.WARNING,
         ),
         ({"info": dataclasses.replace(INFO, drafters=())}, "drafters", Level.WARNING),
-        ({"load": dataclasses.replace(LOAD, num_waiting=9)}, "requests", Level.WARNING),
         ({"workers": (SEEN[0], dataclasses.replace(SEEN[1], version="0.9"))}, "versions", Level.WARNING),
-        ({"workers": (SEEN[0], dataclasses.replace(SEEN[1], tokenizer="xyz"))}, "tokenizers", Level.PROBLEM),
         ({"workers": (SEEN[0], dataclasses.replace(SEEN[1], rtt_ms=40.0))}, "distance", Level.WARNING),
         ({"workers": (SEEN[0], dataclasses.replace(SEEN[1], skew_s=-5.0))}, "clocks", Level.WARNING),
         ({"workers": (SEEN[0], dataclasses.replace(SEEN[1], skew_s=300.0))}, "clocks", Level.PROBLEM),
@@ -172,10 +165,9 @@ def test_a_gateway_that_does_not_answer_is_the_only_finding() -> None:
 
 async def test_doctor_reports_workers_of_a_running_gateway_that_it_cannot_reach() -> None:
     async with grpc_serving() as (_, address):
-        seen = await system.look(Access(address))
+        seen = await system.look(address)
     assert seen.info is not None
     assert seen.gateway.rtt_ms > 0
-    assert seen.gateway.skew_s is not None
     assert abs(seen.gateway.skew_s) < 5
     assert {one.role for one in seen.workers if one.error} == {
         "verifier",
@@ -193,7 +185,7 @@ async def test_the_certificate_of_a_gateway_is_read_and_an_expired_one_is_a_prob
         ):
             register(Models([service]), server, shutdown_timeout_s=1.0)
             await server.start()
-            seen = await system.look(Access(f"grpcs://{server.address}", authority=authority.file))
+            seen = await system.look(f"grpcs://{server.address}", authority=authority.file)
         levels = worst(system.judge(seen))
         name = f"certificate {server.address}"
         assert levels[name] is (Level.PROBLEM if expired else Level.WARNING)  # a day is left

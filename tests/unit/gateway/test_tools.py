@@ -421,21 +421,17 @@ async def test_arguments_that_are_no_json_go_back_as_the_model_wrote_them():
 
 
 async def test_arguments_nested_too_deeply_are_refused():
-    """At every depth: also where the check of the field passes, and reading the text again deeper in the call stack would not."""
-    statuses = set()
     async with serving() as service:
         service.tokenizer = with_tools()
         transport = httpx.ASGITransport(build_app(Models([service])), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
-            for depth in range(700, 1000):
+            for depth in (63, 64, 65, *range(700, 1000)):
                 arguments = "[" * depth + "]" * depth
                 call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
                 item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
                 chat = await client.post("/v1/chat/completions", json={"messages": [*CHAT, call]})
                 response = await client.post("/v1/responses", json={"input": [item], "store": False})
-                statuses |= {chat.status_code, response.status_code}
-    assert statuses <= {200, 400}
-    assert 400 in statuses
+                assert [chat.status_code, response.status_code] == [200 if depth <= 64 else 400] * 2
 
 
 def function_of(parameters, **more):
@@ -462,7 +458,7 @@ def function_of(parameters, **more):
         ({"tools": [WEATHER], "structured_outputs": {"json": "3"}}, "invalid_value", "structured_outputs.json"),
         ({"structured_outputs": {"regex": ""}}, "invalid_value", "regex"),
         ({"structured_outputs": {"grammar": " "}}, "invalid_value", "grammar"),
-        ({"tools": [function_of({"title": "\ud800"})], "tool_choice": "required"}, "invalid_value", "tools"),
+        ({"tools": [function_of({"title": "\ud800"})]}, "invalid_value", "tools[0].function.parameters"),
         ({"tools": [function_of({"title": "x" * MAX_FORM}, strict=True)]}, "invalid_value", "tools"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"title": "\ud800"}}}},
