@@ -82,8 +82,12 @@ async def concurrent_deltas(generate: Generate, requests: Sequence[GenerateReque
         except Exception as error:
             await arrived.put(error)
 
-    tasks = [asyncio.create_task(run(request)) for request in requests]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        for request in requests:
+            tasks.append(asyncio.create_task(run(request)))
+            # Others run in between: with a long prompt the beginning of each takes tens of milliseconds.
+            await asyncio.sleep(0)
         num_left = len(tasks)
         while num_left:
             item = await arrived.get()

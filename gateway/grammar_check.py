@@ -25,6 +25,7 @@ from functools import cache
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -58,48 +59,74 @@ class _CheckFailed(Exception):
 
 
 class GrammarCheck:
-    """Owns the child, which starts with the first form and again after a crash. `tokenizer`: the model's as JSON; "" = it has none."""
+    """Owns the child, which starts with the first form and again after a crash. `tokenizer`: the model's as JSON; "" = it has none.
+
+    Tenants take turns at the child: each has at most one form that waits for it."""
 
     def __init__(self, tokenizer: str):
         self._tokenizer = tokenizer
         self._child: Process | None = None
         self._exclusive = asyncio.Lock()  # one form at a time
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by tenant
+        self._asking: asyncio.Task[_Verdict] | None = None  # goes on if who asked has gone
         self._verdicts: dict[bytes, _Verdict] = {}
 
-    async def check(self, wanted: Structure, *, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
+    async def check(self, wanted: Structure, *, vocab_size: int, eos_ids: tuple[int, ...], tenant: str = "") -> None:
         """InvalidGrammar for a form that does not compile within the limits. Unavailable if the child does not start."""
         fix = beyond_limits(wanted)
         if fix is None and self._tokenizer and eos_ids:  # otherwise verifiers refuse forms without compiling them
             vocabulary = {"tokenizer": self._tokenizer, "vocab_size": vocab_size, "eos_ids": eos_ids}
-            fix = await self._compiled(wanted, vocabulary)
+            fix = await self._compiled(wanted, vocabulary, tenant)
         if fix is not None:
             begin = wanted.text if len(wanted.text) <= 32 else f"{wanted.text[:31]}…"
             raise InvalidGrammar(wanted.form.value, begin, fix)
 
     async def close(self) -> None:
         """End the child."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait({self._asking})
+        await self._end_child()
+
+    async def _end_child(self) -> None:
         child, self._child = self._child, None
         if child is not None:
             with suppress(ProcessLookupError):
                 child.kill()
             await child.wait()
 
-    async def _compiled(self, wanted: Structure, vocabulary: Mapping[str, object]) -> str | None:
-        """What to change in the form; None if it compiles."""
+    async def _compiled(self, wanted: Structure, vocabulary: Mapping[str, object], tenant: str) -> str | None:
+        """What to change in the form; None if it compiles. A known form waits for no other one."""
         key = blake2b(f"{wanted.form.value} {wanted.text}".encode(), digest_size=16).digest()
-        async with self._exclusive:
-            now_s = asyncio.get_running_loop().time
-            verdict = self._verdicts.get(key)
-            if verdict is None or verdict.until_s <= now_s():
-                try:
-                    verdict = _Verdict(await self._ask(wanted, vocabulary))
-                except _CheckFailed as error:
-                    verdict = _Verdict(str(error), until_s=now_s() + FORGET_S)
-                self._verdicts.pop(key, None)
-                self._verdicts[key] = verdict
-                if len(self._verdicts) > MAX_REMEMBERED:
-                    del self._verdicts[next(iter(self._verdicts))]  # the oldest
+        if (verdict := self._known(key)) is not None:
             return verdict.fix
+        turn = self._turns.setdefault(tenant, asyncio.Lock())
+        async with turn, self._exclusive:
+            if self._asking is not None:
+                await asyncio.wait({self._asking})
+            if (verdict := self._known(key)) is None:
+                self._asking = asyncio.create_task(self._judged(key, wanted, vocabulary))
+                self._asking.add_done_callback(
+                    lambda done: done.cancelled() or done.exception()
+                )  # its asker may be gone
+                verdict = await asyncio.shield(self._asking)
+        return verdict.fix
+
+    def _known(self, key: bytes) -> _Verdict | None:
+        verdict = self._verdicts.get(key)
+        return verdict if verdict is not None and verdict.until_s > asyncio.get_running_loop().time() else None
+
+    async def _judged(self, key: bytes, wanted: Structure, vocabulary: Mapping[str, object]) -> _Verdict:
+        """The verdict of the child, which is remembered."""
+        try:
+            verdict = _Verdict(await self._ask(wanted, vocabulary))
+        except _CheckFailed as error:
+            verdict = _Verdict(str(error), until_s=asyncio.get_running_loop().time() + FORGET_S)
+        self._verdicts.pop(key, None)
+        self._verdicts[key] = verdict
+        if len(self._verdicts) > MAX_REMEMBERED:
+            del self._verdicts[next(iter(self._verdicts))]  # the oldest
+        return verdict
 
     async def _ask(self, wanted: Structure, vocabulary: Mapping[str, object]) -> str | None:
         """The answer of the child. _CheckFailed if none comes in time, or if two children end without one: one may have been killed."""
@@ -107,16 +134,16 @@ class GrammarCheck:
             try:
                 return await self._answer(wanted, vocabulary)
             except (ConnectionError, EOFError):
-                await self.close()
+                await self._end_child()
                 return await self._answer(wanted, vocabulary)
         except (TimeoutError, OSError, EOFError) as error:
             late = isinstance(error, TimeoutError)
             log.warning("grammar_check_failed", form=wanted.form.value, characters=len(wanted.text), timeout=late)
-            await self.close()
+            await self._end_child()
             cause = f"does not compile within {COMPILE_S:g} s" if late else "overflows the compiler"
             raise _CheckFailed(f"{cause}; use fewer or shorter chains of references, rules and repetitions") from error
-        except BaseException:  # cancelled between a question and its answer
-            await self.close()
+        except BaseException:  # the gateway ends between a question and its answer
+            await self._end_child()
             raise
 
     async def _answer(self, wanted: Structure, vocabulary: Mapping[str, object]) -> str | None:
@@ -144,7 +171,7 @@ class GrammarCheck:
             ) from error
 
     async def _started(self, vocabulary: Mapping[str, object]) -> Process:
-        await self.close()
+        await self._end_child()
         command = (sys.executable, "-m", "gateway.grammar_check")
         child = self._child = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_ANSWER

@@ -4,7 +4,7 @@ bodies and gRPC messages of the process together stay within a budget. API keys 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -15,12 +15,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.http_errors import error_response, id_header
 from rootward.errors import InvalidRequest, PermissionDenied, ServiceError
 from rootward.wire.auth import BytesInFlight
+from rootward.wire.channel import MAX_REQUEST_BYTES
 
 BODY_S = 60.0  # for a body to arrive
 MAX_CONTAINERS = 1 << 14  # arrays and objects of a body: a message takes about 15 microseconds of the event loop
 MAX_MEMBERS = 1 << 15  # of all objects of a body
 # Bytes of the longest body for each value that it may have: 262 144 token ids with the default limit, 45 ms of the event loop.
 BYTES_A_VALUE = 8
+MAX_VALUES = MAX_REQUEST_BYTES // BYTES_A_VALUE  # of JSON in the texts of a body
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})  # an address, unlike a name, leads nowhere else
 
 
@@ -127,33 +129,34 @@ async def _read(request: Request, *, limit: int, take: Callable[[int], None]) ->
     except TimeoutError:
         raise InvalidRequest("body", f"{len(data)} bytes", f"are all that came within {BODY_S:.0f} s") from None
     if b"\0" in data:
-        # UTF-16 or UTF-32, which json.loads reads as well. `_check_structure` could not tell their texts from their brackets.
+        # UTF-16 or UTF-32, which json.loads reads as well. `check_structure` could not tell their texts from their brackets.
         fix = "are not UTF-8; send JSON in UTF-8, a zero in a text as \\u0000"
         raise InvalidRequest("body", f"{len(data)} bytes", fix)
-    _check_structure(data, max_values=limit // BYTES_A_VALUE)
+    check_structure(data, max_values=limit // BYTES_A_VALUE)
     return bytes(data)
 
 
-def _check_structure(data: bytearray, *, max_values: int) -> None:
-    """InvalidRequest for a body whose parsing would block the event loop. json.loads and pydantic keep the interpreter lock until they are
-    done, so that a thread would not help."""
+def check_structure(*texts: bytes | bytearray, max_values: int = MAX_VALUES, field: str = "body") -> None:
+    """InvalidRequest for JSON texts whose parsing would block the event loop. json.loads and pydantic keep the interpreter lock until they
+    are done, so that a thread would not help."""
     limits = {
         b"[{": (MAX_CONTAINERS, "arrays and objects"),
         b":": (MAX_MEMBERS, "members of objects"),
         b",": (max_values, "values"),
     }
 
-    def excess() -> InvalidRequest | None:
+    def excess(texts: Iterable[bytes | bytearray]) -> InvalidRequest | None:
+        joined = b"".join(texts)
         for marks, (most, noun) in limits.items():
-            if (number := sum(data.count(mark) for mark in marks)) > most:
-                return InvalidRequest("body", number, f"{noun} are more than {most}; send fewer")
+            if (number := sum(joined.count(mark) for mark in marks)) > most:
+                return InvalidRequest(field, number, f"{noun} are more than {most}; send fewer")
         return None
 
-    if excess():  # count again without strings, unless there are very many
-        unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")
-        if unescaped.count(b'"') <= 4 * MAX_CONTAINERS:
-            data = bytearray().join(unescaped.split(b'"')[::2])
-    if error := excess():
+    if error := excess(texts):  # count again without strings, unless there are very many
+        unescaped = [text.replace(rb"\\", b"").replace(rb"\"", b"") for text in texts]
+        if sum(text.count(b'"') for text in unescaped) <= 4 * MAX_CONTAINERS:
+            error = excess(part for text in unescaped for part in text.split(b'"')[::2])
+    if error:
         raise error
 
 

@@ -221,7 +221,7 @@ async def serve_all(settings: LocalSettings, *, log_to: int | None = None) -> As
     """
     with tempfile.TemporaryDirectory(prefix="rootward-") as folder, ExitStack() as reserved:
         deployment = _deployment(settings, folder, reserved=reserved, log_to=log_to)
-        guard = reserved.enter_context(Guard())
+        guard = reserved.enter_context(Guard(settings.shutdown_timeout_s + KILL_AFTER_S))
         try:
             await _started(deployment, settings, guard)
             yield deployment

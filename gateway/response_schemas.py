@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    BeforeValidator,
     Discriminator,
     Field,
     Tag,
@@ -40,6 +41,7 @@ from gateway.schemas import (
     ResponseFormat,
     Tool,
     ToolChoice,
+    arguments_within_limits,
     at_most,
     check_belongs,
     choice_of,
@@ -120,7 +122,12 @@ InputItem = Annotated[
     | Annotated[ReasoningItem, Tag("[reasoning]")],
     Discriminator(_item_tag),
 ]
-Items = Annotated[list[InputItem], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES, "items")]
+Items = Annotated[
+    list[InputItem],
+    Field(min_length=1, fail_fast=True),
+    BeforeValidator(arguments_within_limits),
+    at_most(MAX_MESSAGES, "items"),
+]
 
 
 def messages_of(items: Iterable[InputItem]) -> list[Message]:

@@ -28,6 +28,7 @@ from pydantic_core import PydanticCustomError
 
 from gateway.auth import tenant
 from gateway.grammar_check import MAX_DEPTH, json_depth
+from gateway.http_guard import check_structure
 from gateway.planning import refusing
 from gateway.requests import Chat, GenerateRequest, Resume, speculation_of
 from gateway.sampling_defaults import RECOMMENDED
@@ -185,6 +186,23 @@ def text_of(content: str | Sequence[Part], *, between: str = "") -> str:
     return content if isinstance(content, str) else between.join(part.text for part in content)
 
 
+def arguments_within_limits(value: object) -> object:
+    """Refuses items whose arguments of calls, together, have more values than a body may have: they are JSON in texts, which the check of
+    the body does not see."""
+    texts: list[bytes] = []
+    for item in value if isinstance(value, list) else ():
+        calls = item.get("tool_calls") if isinstance(item, dict) else None
+        functions = (
+            [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+        )
+        for holder in (item, *functions):
+            arguments = holder.get("arguments") if isinstance(holder, dict) else None
+            if isinstance(arguments, str):
+                texts.append(arguments.encode(errors="replace"))
+    check_structure(*texts, field="messages")
+    return value
+
+
 def _role(value: str) -> str:
     if value == "function":
         raise refused("is not supported; use 'tool'", unsupported=True)
@@ -248,7 +266,12 @@ class Message(Body):
         return message
 
 
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES, "messages")]
+Messages = Annotated[
+    list[Message],
+    Field(min_length=1, fail_fast=True),
+    BeforeValidator(arguments_within_limits),
+    at_most(MAX_MESSAGES, "messages"),
+]
 
 
 class Conversation(Body):

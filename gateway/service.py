@@ -288,7 +288,9 @@ class GatewayService:
                 await cutoff.wait(held.enter_async_context(slot), "queue")
                 if first.structure is not None:
                     vocab_size, eos_ids = self.model.vocab_size, tuple(self.model.eos_ids)
-                    check = self._grammars.check(first.structure, vocab_size=vocab_size, eos_ids=eos_ids)
+                    check = self._grammars.check(
+                        first.structure, vocab_size=vocab_size, eos_ids=eos_ids, tenant=first.tenant
+                    )
                     await cutoff.wait(check, "structure")
                 plan, entry, record = await self._leased(plan, fields, account)
                 account.started(entry)

@@ -19,10 +19,12 @@ import rootward
 from gateway.auth import ends_requests_of, rpc_headers, tenant
 from gateway.choices import Tally, coalesced, concurrent_deltas, outputs, tokenised
 from gateway.detokenizer import Span, text_of
+from gateway.http_guard import check_structure
 from gateway.models import Models
 from gateway.planning import check_length, check_name, refusing
 from gateway.requests import Chat, Delta, Ending, GenerateRequest, Resume, speculation_of
 from gateway.router import Upstream
+from gateway.schemas import MAX_MESSAGES
 from gateway.service import SLOW_CLIENT_S, GatewayService
 from rootward.client.codec import LOAD, ROUND, TIMING, USAGE
 from rootward.core.requests import Speculation
@@ -239,6 +241,9 @@ async def _slow_clients_end(models: Models) -> AsyncIterator[None]:
 def _request(service: GatewayService, message: generate_pb2.GenerateRequest, context: Context) -> GenerateRequest:
     if (model := service.upstreams.model) is not None:  # before a long list of tokens becomes a tuple
         check_length("prompt", len(message.token_ids.ids), model)
+        allowed = len(message.decoding.allowed_token_ids)
+        if allowed > model.vocab_size:
+            raise InvalidRequest("allowed_token_ids", allowed, f"ids are more than the {model.vocab_size} tokens")
     return request_from_pb(message, deadline_s=context.time_remaining(), metadata=rpc_headers(context))
 
 
@@ -284,9 +289,12 @@ def chat_from_pb(message: generate_pb2.ChatPrompt) -> Chat:
     """The conversation of a client. InvalidRequest if it is empty."""
     if not message.messages:
         raise InvalidRequest("chat.messages", 0, "messages are not enough; send at least one")
+    if len(message.messages) > MAX_MESSAGES:  # before each of them is converted
+        raise InvalidRequest("chat.messages", len(message.messages), f"messages are more than {MAX_MESSAGES}")
+    check_structure(message.template_kwargs_json.encode(), field="chat.template_kwargs_json")
     try:
         template_kwargs = json.loads(message.template_kwargs_json or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         template_kwargs = None
     if not isinstance(template_kwargs, dict):
         given = message.template_kwargs_json[:32]

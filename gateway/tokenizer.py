@@ -86,7 +86,11 @@ class HuggingFaceTokenizer:
 
     def encode_chat(self, chat: Chat) -> tuple[int, ...]:
         """Token ids of a conversation, rendered with the model's template. Errors: those of `render_chat`."""
-        messages, cut = self._without_special_tokens(chat.messages)
+        try:
+            messages, cut = self._without_special_tokens(chat.messages)
+        except RecursionError:
+            fix = "messages have arguments that are nested too deeply; make them flatter"
+            raise InvalidRequest("messages", len(chat.messages), fix) from None
         text = self._rendered(chat, messages)
         parts = text.split(cut) if cut else [text]
         return tuple(i for part in parts for i in self._tokenizer.encode(part, add_special_tokens=False))
@@ -275,12 +279,16 @@ def _refuse_lone_surrogates(field: str, text: str) -> None:
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """Every string in a JSON value except the names of fields."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from texts_in(item)
+    """Every string in a JSON value except the names of fields, in any order."""
+    left = [value]  # no recursion: the value may be nested as deeply as json reads, and have a few 100,000 numbers
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, dict):
+            left.extend(one.values())
+        elif isinstance(one, list):
+            left.extend(one)
 
 
 def _mapped(value: object, change: Callable[[str], str]) -> object:

@@ -1,7 +1,8 @@
 """Ends processes whose parent was killed and could not end them itself.
 
 The parent runs this file as one more process and writes to its standard input, a line each: the id of a process that it has started, and
-the same below zero once that has ended. The input ends when the parent does; processes that are left then get SIGTERM.
+the same below zero once that has ended. The input ends when the parent does; processes that are left then get SIGTERM, and those that still
+run after PATIENCE_S are killed.
 """
 
 from __future__ import annotations
@@ -10,18 +11,28 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
+
+PATIENCE_S = 60.0  # longer than services drain by default
+POLL_S = 0.1
 
 
 class Guard:
     """The process, from entering to leaving."""
 
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self._patience_s = patience_s
+
     def __enter__(self) -> Self:
         # In a session of its own: signals to the group of the parent, as Ctrl-C, do not reach it.
         self._process = subprocess.Popen(
-            [sys.executable, "-IS", __file__], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+            [sys.executable, "-IS", __file__, str(self._patience_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
         )
         assert self._process.stdin is not None
         self._input = self._process.stdin.fileno()
@@ -51,9 +62,35 @@ def main() -> None:
         running.discard(-number)
         if number > 0:
             running.add(number)
-    for pid in running:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
+    began = {pid: _began(pid) for pid in running}
+    left = _signalled(running, signal.SIGTERM)
+    until_s = time.monotonic() + float(sys.argv[1])
+    while left and time.monotonic() < until_s:
+        time.sleep(POLL_S)
+        # The id of one that has ended may now be that of another process.
+        left = {pid for pid in _signalled(left, 0) if _began(pid) == began[pid]}
+    _signalled(left, signal.SIGKILL)
+
+
+def _signalled(pids: set[int], number: int) -> set[int]:
+    """Those of the processes that run; they get this signal, or none if it is 0."""
+    found = set()
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+            found.add(pid)
+    return found
+
+
+def _began(pid: int) -> str:
+    """When a process began, in ticks since the machine was started; "" for one that has ended, also while nobody has waited for it, and
+    where there is no /proc."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()  # after the name of its program
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ log = structlog.get_logger("verifier.audit")
 BATCH_DRAWS = 256  # evaluated together: an operation on arrays costs the same for one draw and for many
 SYNC_S = 2.0  # between two exchanges with Redis
 TIMEOUT_S = 2.0
+AT_ONCE = 64  # drafters whose records are exchanged together; each takes a connection
 KEPT_S = 30 * 86400  # a field and the hash, after they were last written: processes and addresses of pods come and go
 CLEARED = "cleared"
 GAUGES = {
@@ -150,19 +151,26 @@ class DrafterAudit:
             for name in up:
                 self._known(name)
             self._forget()
-            for name, audited in list(self._drafters.items()):
+            due = []
+            for name, audited in self._drafters.items():
                 if audited.pending:
                     self._evaluate(name, audited)
                 # Also without draws of its own: another verifier may have caught the drafter, or an operator cleared it.
                 is_new = audited.saved != audited.record.num_draws
                 if self._redis is not None and (name in up or is_new or audited.caught):
-                    try:
-                        await self._exchange(name, audited)
-                    except Exception:  # a bug leaves this drafter untrusted, not all of them
-                        log.exception("audit_failed", drafter=name)
+                    due.append(name)
+            # Together: a Redis that does not answer would take its time for each, and nobody trusts a drafter before it was asked.
+            for begin in range(0, len(due), AT_ONCE):
+                await asyncio.gather(*map(self._exchanged, due[begin : begin + AT_ONCE]))
             with suppress(TimeoutError):
                 async with asyncio.timeout(SYNC_S):
                     await self._new.wait()
+
+    async def _exchanged(self, name: str) -> None:
+        try:
+            await self._exchange(name, self._drafters[name])
+        except Exception:  # a bug leaves this drafter untrusted, not all of them
+            log.exception("audit_failed", drafter=name)
 
     def _evaluate(self, name: str, audited: Audited) -> None:
         """Add the pending draws to the record of the drafter, and judge it."""

@@ -10,7 +10,9 @@ Legend: N nodes, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from threading import Lock
@@ -24,20 +26,33 @@ from rootward.core.tree import TokenTree
 from rootward.errors import InvalidGrammar, UnsupportedParameter
 
 MAX_COMPILED = 64  # compiled structures in the cache
+# Processor time that following one text may take. The masks of an ambiguous grammar take longer with each token, up to a second a node, in
+# which all sessions of the step stand still; those of other forms take less than a millisecond.
+FREE_S, NODE_S = 1.0, 0.01  # of all texts, and for each token and each node of a tree
 # Bounded runs of whitespace in JSON: without a bound a model can emit whitespace forever.
 JSON_DEFAULTS = {"whitespace_pattern": r"[ \t\r\n]{1,16}"}
 JSON_RULES = {"lenient": False, "coerce_one_of": False}  # schemas are enforced exactly or refused
 
 
 class TreeMatcher:
-    """A matcher at some point of a text. Not thread-safe. `broken`: why it exceeded its limits; "" if it has not."""
+    """A matcher at some point of a text. Not thread-safe. `broken`: why it exceeded its limits; "" if it has not.
 
-    def __init__(self, matcher: Any, vocab_size: int, end_ids: frozenset[int]) -> None:
-        self._matcher, self._vocab_size, self._end_ids = matcher, vocab_size, end_ids
+    clock: processor time of this thread in seconds."""
+
+    def __init__(
+        self,
+        matcher: Any,
+        vocab_size: int,
+        end_ids: frozenset[int],
+        *,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._matcher, self._vocab_size, self._end_ids, self._clock = matcher, vocab_size, end_ids, clock
+        self._left_s = FREE_S
         self.broken = ""
 
     def copy(self) -> TreeMatcher:
-        return TreeMatcher(self._matcher.deep_copy(), self._vocab_size, self._end_ids)
+        return TreeMatcher(self._matcher.deep_copy(), self._vocab_size, self._end_ids, clock=self._clock)
 
     def advance(self, tokens: Sequence[int]) -> bool:
         """Consume tokens; False if they do not match, or the text may not end where the first token that ends a generation comes: the mask
@@ -51,7 +66,19 @@ class TreeMatcher:
 
     def _consume(self, tokens: Sequence[int]) -> bool:
         text = [int(t) for t in tokens if t not in self._end_ids]
-        return bool(self._matcher.try_consume_tokens(text) == len(text))
+        with self._timed(len(text)):
+            return bool(self._matcher.try_consume_tokens(text) == len(text))
+
+    @contextmanager
+    def _timed(self, num_tokens: int) -> Iterator[None]:
+        """Around work on so many tokens or nodes. `broken` afterwards if all the work on this text has taken too long."""
+        start_s = self._clock()
+        try:
+            yield
+        finally:
+            self._left_s += num_tokens * NODE_S - (self._clock() - start_s)
+            if self._left_s < 0 and not self.broken:
+                self.broken = f"takes more than {NODE_S:g} s a token to follow"
 
     def masks(self, tree: TokenTree) -> NDArray[np.uint8]:
         """[N, 4·⌈V / 32⌉]: which tokens may follow each node, one bit each; all of them after a node that cannot be reached.
@@ -66,18 +93,25 @@ class TreeMatcher:
 
     def _fill(self, matcher: Any, tree: TokenTree, node: int, words: NDArray[np.int32]) -> None:
         """Fills the mask of `node`, at which the matcher is, and of all nodes below it. Each child has a copy of the matcher, because one
-        that has exceeded its limits cannot be rolled back."""
+        that has exceeded its limits cannot be rolled back. Once all of it has taken too long nothing more is computed: the generation is
+        aborted in this round."""
         row = words[node]
-        if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if matcher.is_error():
+        with self._timed(1):
+            if not matcher.is_error() and not self.broken:
+                matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if matcher.is_error() or self.broken:
             row[:] = self._end_only()
         for child in tree.children[node]:
             token = int(tree.token[child])
             if token in self._end_ids:
                 continue
-            below = matcher.deep_copy()
-            if below.is_error() or below.try_consume_tokens([token]) == 1 or below.is_error():
+            if self.broken:
+                self._fill(matcher, tree, child, words)
+                continue
+            with self._timed(0):
+                below = matcher.deep_copy()
+                follows = below.is_error() or below.try_consume_tokens([token]) == 1 or below.is_error()
+            if follows:
                 self._fill(below, tree, child, words)
 
     def _end_only(self) -> NDArray[np.int32]:

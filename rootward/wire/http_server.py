@@ -7,6 +7,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -20,6 +21,17 @@ GRACE_S = 2  # for idle connections at the end; requests have been drained befor
 HEAD_TIMEOUT_S = 10.0  # for the head of a request to arrive, from its first byte or from the start of the connection
 KEEP_ALIVE_S = 75.0  # of an idle connection: longer than clients reuse theirs (httpx 5 s, proxies 60 s), or requests are lost at its end
 MAX_CONNECTIONS = 1024
+UNREAD_S = 120.0  # in which a client must take MIN_READ bytes of what waits for it; otherwise its connection is closed
+MIN_READ = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """Of connections: their number, and seconds for the head of a request and for reading an answer."""
+
+    max_connections: int
+    head_timeout_s: float
+    unread_s: float
 
 
 class HttpServer:
@@ -33,10 +45,10 @@ class HttpServer:
         tls: ServerTls | None = None,
         max_connections: int = MAX_CONNECTIONS,
         head_timeout_s: float = HEAD_TIMEOUT_S,
+        unread_s: float = UNREAD_S,
     ):
         self._tls = tls
-        self._max_connections = max_connections
-        self._head_timeout_s = head_timeout_s
+        self._limits = _Limits(max_connections, head_timeout_s, unread_s)
         self._socket = bind(address, setting)
         self.address = join_host_port(*self._socket.getsockname()[:2])
         self._server: uvicorn.Server | None = None
@@ -52,7 +64,7 @@ class HttpServer:
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
-            http=_protocol(self._tls, max_connections=self._max_connections, head_timeout_s=self._head_timeout_s),
+            http=_protocol(self._tls, self._limits),
         )
         self._server = _Server(config)
         await self._server.serve(sockets=[self._socket])
@@ -73,9 +85,9 @@ class _Server(uvicorn.Server):  # type: ignore[misc]  # uvicorn's types are not 
         yield
 
 
-def _protocol(tls: ServerTls | None, *, max_connections: int, head_timeout_s: float) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, which closes connections beyond a number, those whose request does not arrive, and, where there are `peers`,
-    those of certificates without one of these names: the rule of `peers_only`, for HTTP.
+def _protocol(tls: ServerTls | None, limits: _Limits) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, which closes connections beyond a number, those whose request does not arrive or whose answer is not read, and,
+    where there are `peers`, those of certificates without one of these names: the rule of `peers_only`, for HTTP.
 
     It asks for TLS itself, so that connections in the middle of a handshake are counted and timed as well."""
     held: set[asyncio.Protocol] = set()
@@ -87,12 +99,18 @@ def _protocol(tls: ServerTls | None, *, max_connections: int, head_timeout_s: fl
         _securing: asyncio.Task[None] | None = None
         _established = False  # passed on to uvicorn
         _early = b""  # received before TLS was started, or before this side knew that the handshake was over
+        _reading: asyncio.TimerHandle | None = None  # the next look at what waits for the client
+        _num_unread = 0  # bytes that waited at the last look
+        _all_taken = False  # since then nothing waited for a moment
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             self._raw = transport
+            transport.set_write_buffer_limits(
+                high=1, low=0
+            )  # of any byte that waits, and its end, this protocol is told
             held.add(self)
-            self._late = self.loop.call_later(head_timeout_s, transport.abort)
-            if len(held) > max_connections:
+            self._late = self.loop.call_later(limits.head_timeout_s, transport.abort)
+            if len(held) > limits.max_connections:
                 transport.abort()
             elif current_context is None:
                 self._establish(transport)
@@ -124,6 +142,8 @@ def _protocol(tls: ServerTls | None, *, max_connections: int, head_timeout_s: fl
         def _establish(self, transport: asyncio.Transport) -> None:
             self._established = True
             super().connection_made(transport)
+            transport.set_write_buffer_limits(high=1, low=0)
+            self._reading = self.loop.call_later(limits.unread_s, self._look_at_unread)
             if peers:
                 certificate = transport.get_extra_info("peercert") or {}
                 if not {name for _, name in certificate.get("subjectAltName", ())}.intersection(peers):
@@ -137,11 +157,28 @@ def _protocol(tls: ServerTls | None, *, max_connections: int, head_timeout_s: fl
             if self.cycle is not None and not self.cycle.response_complete:
                 self._stop_waiting()
             elif self._late is None:  # the first bytes of another request of this connection
-                self._late = self.loop.call_later(head_timeout_s, self._raw.abort)
+                self._late = self.loop.call_later(limits.head_timeout_s, self._raw.abort)
+
+        def resume_writing(self) -> None:
+            self._all_taken = True
+            super().resume_writing()
+
+        def _look_at_unread(self) -> None:
+            """Close the connection if what waited at the last look still waits, except for less than MIN_READ bytes of it. Otherwise a
+            client that does not read would hold them and the connection for ever: also a closed one waits until all is taken."""
+            transports = {self._raw, self.transport}
+            num_unread = sum(transport.get_write_buffer_size() for transport in transports)
+            if num_unread and not self._all_taken and 0 < self._num_unread < num_unread + MIN_READ:
+                self._raw.abort()
+                return
+            self._num_unread, self._all_taken = num_unread, False
+            self._reading = self.loop.call_later(limits.unread_s, self._look_at_unread)
 
         def connection_lost(self, exc: Exception | None) -> None:
             held.discard(self)
             self._stop_waiting()
+            if self._reading is not None:
+                self._reading.cancel()
             if self._established:
                 super().connection_lost(exc)
 

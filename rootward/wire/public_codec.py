@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.message import Message
 
-from rootward.core.requests import FinishReason, Form, Sampling, Structure
+from rootward.core.requests import MAX_BAD, MAX_BIASES, FinishReason, Form, Sampling, Structure
 from rootward.v1 import generate_pb2
 from rootward.wire.records import numbers_of
 
@@ -37,6 +37,12 @@ def sampling_from_pb(sampling: generate_pb2.Sampling, decoding: generate_pb2.Dec
 
 
 def processors_from_pb(sampling: generate_pb2.Sampling, decoding: generate_pb2.Decoding) -> Sampling:
+    for name, given, most in (
+        ("logit_bias", len(decoding.logit_bias), MAX_BIASES),
+        ("bad_words", len(decoding.bad_sequences), MAX_BAD),
+    ):
+        if given > most:  # before each of them is converted
+            raise ValueError(f"{name}: {given} are more than {most}; send fewer")
     return Sampling(
         temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
         top_k=sampling.top_k,

@@ -182,3 +182,51 @@ def test_a_draft_beyond_the_matcher_s_limits_does_not_end_a_text_that_leaves_it(
         assert (masks[node] == wants).all()
     assert 0 < broken < len(long)
     assert matcher.advance([b] * 20)
+
+
+class Slow:
+    """A matcher of which each call takes so many seconds of processor time; `clock` reads it."""
+
+    def __init__(self, call_s: float) -> None:
+        self.call_s, self.used_s, self.num_masks = call_s, 0.0, 0
+
+    def clock(self) -> float:
+        return self.used_s
+
+    def deep_copy(self) -> Slow:
+        return self
+
+    def is_error(self) -> bool:
+        return False
+
+    def unsafe_compute_mask_ptr(self, pointer: int, num_bytes: int) -> None:
+        self.used_s += self.call_s
+        self.num_masks += 1
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        return len(tokens)
+
+
+@pytest.mark.parametrize("depth", [1, 16])
+def test_a_form_that_takes_too_long_to_follow_is_given_up(depth: int) -> None:
+    """Its masks are computed between the steps of all other sessions: those of an ambiguous grammar took a second for each node."""
+    chain = TokenTree([TEXTS.index("a")] * depth, range(-1, depth - 1), [False] * depth)
+    slow = Slow(0.3)
+    matcher = TreeMatcher(slow, VOCAB, frozenset({EOS}), clock=slow.clock)
+    for _ in range(8):
+        masks = allowed(matcher.masks(chain))
+    assert slow.num_masks == 4  # the fourth uses up what is free
+    assert matcher.broken
+    assert np.flatnonzero(masks[-1]).tolist() == [EOS]
+    assert not matcher.advance([TEXTS.index("a")])
+
+
+def test_a_form_that_takes_long_once_is_followed_on() -> None:
+    slow = Slow(0.9)
+    matcher = TreeMatcher(slow, VOCAB, frozenset({EOS}), clock=slow.clock)
+    matcher.masks(root_only())
+    slow.call_s = 0.005
+    for _ in range(1000):
+        matcher.masks(root_only())
+        assert matcher.advance([TEXTS.index("a")])
+    assert not matcher.broken

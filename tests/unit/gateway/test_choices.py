@@ -1,5 +1,6 @@
 """Several outputs (prompts x choices) of one request, read as one stream."""
 
+import asyncio
 from contextlib import aclosing
 
 import pytest
@@ -7,8 +8,12 @@ from unit.gateway.service_for_tests import IDS, at_rest, ids_of, serving
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway.choices import Tally, coalesced, concurrent_deltas, outputs
-from gateway.requests import GenerateRequest
+from gateway.requests import Delta, Ending, GenerateRequest
+from rootward.client.types import Timing, Usage
+from rootward.core.requests import FinishReason, SpeculationStats
 from rootward.errors import InvalidRequest, RootwardError
+
+ENDING = Ending(FinishReason.STOP, Usage(1, 1), SpeculationStats(), Timing())
 
 
 def test_a_request_becomes_one_request_for_each_prompt_and_choice():
@@ -43,6 +48,27 @@ async def test_all_outputs_arrive_and_usage_counts_each_prompt_once():
         assert tally.only is None
         assert {(r.seed, r.choice) for r in verifier.requests} == {(5, 0), (5, 1), (5, 2)}
         await at_rest(service, verifier)
+
+
+async def test_others_run_between_the_beginnings_of_the_outputs():
+    """Each takes tens of milliseconds with a long prompt; all of them together held the event loop for a second."""
+    turn, began = 0, []
+
+    async def turns():
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def generate(request):
+        began.append(turn)
+        yield Delta("r", 0, (), ENDING, request.index)
+
+    others = asyncio.create_task(turns())
+    async for _ in concurrent_deltas(generate, outputs(GenerateRequest("abc", n=8))):
+        pass
+    others.cancel()
+    assert len(set(began)) == 8
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 4])

@@ -35,8 +35,9 @@ def rules(length):
 async def check():
     made = GrammarCheck(byte_level().backend_json)
 
-    async def ask(form, text):
-        await made.check(Structure(form, text), vocab_size=byte_level().num_ids, eos_ids=(END_ID,))
+    async def ask(form, text, tenant=""):
+        of = {"tenant": tenant} if tenant else {}
+        await made.check(Structure(form, text), vocab_size=byte_level().num_ids, eos_ids=(END_ID,), **of)
 
     ask.owner = made
     yield ask
@@ -149,6 +150,79 @@ async def test_a_form_is_not_blamed_for_a_compiler_that_does_not_start(check, mo
 async def test_a_form_that_does_not_compile_in_time_is_refused(check, monkeypatch):
     await refused_as_late(check, monkeypatch, "b")
     await check(Form.REGEX, "c")
+
+
+class Held:
+    """Holds the questions to the compiler back; `asked` are the texts of their forms."""
+
+    def __init__(self, monkeypatch):
+        self.asked, self.free, self._exchange = [], asyncio.Event(), grammar_check._exchange
+        monkeypatch.setattr(grammar_check, "_exchange", self)
+        monkeypatch.setattr(grammar_check, "COMPILE_S", 600.0)
+
+    async def __call__(self, child, question):
+        if "form" in question:
+            self.asked.append(question["text"])
+            await self.free.wait()
+        return await self._exchange(child, question)
+
+    async def until_asked(self, number):
+        async with asyncio.timeout(60):
+            while len(self.asked) < number:
+                await asyncio.sleep(0.001)
+
+
+async def test_a_client_that_leaves_does_not_end_the_compiler_of_all(check, monkeypatch):
+    """Each that left cost the others a start of the compiler, which takes a second."""
+    await check(Form.REGEX, "a")
+    child, held = check.owner._child, Held(monkeypatch)
+    left, stays = (asyncio.create_task(check(Form.REGEX, text)) for text in "bc")
+    await held.until_asked(1)
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    held.free.set()
+    await stays
+    assert check.owner._child is child
+    await check(Form.REGEX, "b")
+    assert held.asked == ["b", "c"]  # what the first one asked is known
+
+
+async def test_a_form_that_is_known_waits_for_no_other(check, monkeypatch):
+    await check(Form.REGEX, "known")
+    held = Held(monkeypatch)
+    slow = asyncio.create_task(check(Form.REGEX, "slow"))
+    await held.until_asked(1)
+    async with asyncio.timeout(60):
+        await check(Form.REGEX, "known")
+    assert not slow.done()
+    held.free.set()
+    await slow
+
+
+async def test_tenants_take_turns_at_the_compiler(check, monkeypatch):
+    """Forms of one tenant, each of which takes as long as it may, kept all others waiting for minutes."""
+    await check(Form.REGEX, "a")
+    held = Held(monkeypatch)
+    tasks = [asyncio.create_task(check(Form.REGEX, f"many{i}", "many")) for i in range(5)]
+    await held.until_asked(1)
+    tasks.append(asyncio.create_task(check(Form.REGEX, "one", "one")))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    held.free.set()
+    await asyncio.gather(*tasks)
+    assert held.asked.index("one") <= 2
+    assert not check.owner._turns
+
+
+async def test_the_end_of_the_gateway_ends_a_form_that_is_being_compiled(check, monkeypatch):
+    await check(Form.REGEX, "a")
+    held = Held(monkeypatch)
+    asking = asyncio.create_task(check(Form.REGEX, "b"))
+    await held.until_asked(1)
+    await check.owner.close()
+    assert check.owner._child is None
+    with pytest.raises(asyncio.CancelledError):
+        await asking
 
 
 async def test_the_error_of_a_form_that_does_not_compile_has_the_reason(check):

@@ -230,10 +230,10 @@ async def closed(reader):
         return True
 
 
-async def served(**options):
-    """(address, stop) of a real server."""
+async def served(app=None, **options):
+    """(address, stop) of a real server; `stop.until_left` waits until it has no connections."""
     server = HttpServer("127.0.0.1:0", **options)
-    running = asyncio.create_task(server.run_until_stopped(guarded()))
+    running = asyncio.create_task(server.run_until_stopped(app or guarded()))
     host, _, port = server.address.rpartition(":")
     while server._server is None or not server._server.started:
         await asyncio.sleep(0.01)
@@ -242,6 +242,11 @@ async def served(**options):
         server.stop()
         await running
 
+    async def until_left():
+        while server._server.server_state.connections:
+            await asyncio.sleep(0.01)
+
+    stop.until_left, stop.server = until_left, server
     return (host, int(port)), stop
 
 
@@ -317,6 +322,50 @@ async def test_a_slow_answer_is_no_half_request():
         assert (await asking).text == "2"
     server.stop()
     await running
+
+
+async def large_answer(scope, receive, send):
+    """More than the buffers of the system take."""
+    body = b"x" * (64 << 20)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
+
+
+@pytest.mark.parametrize("requests", [WHOLE, 2 * WHOLE])
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_an_answer_that_is_not_read_does_not_keep_a_connection(tmp_path, run, secure, requests):
+    """It held its bytes and the connection for ever, and a second request on it the bytes of its body as well."""
+    authority = Authority(tmp_path)
+
+    async def unread():
+        tls = ServerTls(authority.issue("gateway"), mutual=False) if secure else None
+        context = ssl.create_default_context(cafile=str(authority.file)) if secure else None
+        address, stop = await served(large_answer, tls=tls, unread_s=0.3)
+        reader, writer = await asyncio.open_connection(
+            *address, ssl=context, server_hostname="localhost" if secure else None, limit=1024
+        )
+        writer.write(requests)
+        assert await reader.read(1)
+        writer.transport.pause_reading()
+        await stop.until_left()
+        writer.transport.abort()
+        await stop()
+
+    run(asyncio.wait_for(unread(), 60))
+
+
+async def test_an_answer_that_is_read_slowly_arrives():
+    address, stop = await served(large_answer, unread_s=1e6)
+    reader, writer = await asyncio.open_connection(*address, limit=1 << 16)
+    writer.write(WHOLE)
+    await reader.readuntil(b"\r\n\r\n")
+    (connection,) = stop.server._server.server_state.connections
+    for _ in range(16):  # each time some more was read
+        assert len(await reader.readexactly(4 << 20)) == 4 << 20
+        connection._look_at_unread()
+    writer.close()
+    await stop()
 
 
 async def test_connections_beyond_the_limit_are_closed():

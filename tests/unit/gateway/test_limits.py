@@ -1,17 +1,20 @@
 """What one client asks for costs the others little: tokenising is bounded and charged, choices and priority are limited."""
 
 import asyncio
+import json
 import re
 import threading
 
+import grpc
 import httpx
 import pytest
 from unit.gateway.service_for_tests import at_rest, collect, grpc_serving, serving
 
-from gateway import auth, tokenizer
+from gateway import auth, schemas, servicer, tokenizer
 from gateway.app import build_app
 from gateway.auth import Caller, Scope
 from gateway.choices import outputs
+from gateway.http_guard import MAX_CONTAINERS
 from gateway.models import Models
 from gateway.requests import Chat, GenerateRequest
 from gateway.service import MIN_CONTEXT
@@ -19,6 +22,9 @@ from gateway.session_store import Rate
 from gateway.tokenizer import LARGE_CHARACTERS, TokenizerPool
 from rootward.client import AsyncClient
 from rootward.errors import ContextLengthExceeded, InvalidRequest, Overloaded, PermissionDenied, RateLimited
+from rootward.v1 import generate_pb2 as G
+from rootward.v1 import generate_pb2_grpc as G_grpc
+from rootward.wire import public_codec
 
 
 @pytest.mark.parametrize("prompt", ["x" * 101, Chat(({"role": "user", "content": "x" * 101},))], ids=["text", "chat"])
@@ -154,3 +160,81 @@ async def test_long_lists_are_refused_by_their_length(path, body, field):
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == field
     assert re.search("more than|leave no room", answer.json()["error"]["message"])
+
+
+def call_with(arguments):
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
+def item_with(arguments):
+    return {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+
+
+LISTS = "[" + "[]," * (MAX_CONTAINERS // 2) + "[]]"
+
+
+@pytest.mark.parametrize("first", ["{}", '"', LISTS], ids=["object", "broken", "lists"])
+async def test_arguments_of_calls_are_bounded_together_as_a_body_is(first, monkeypatch):
+    """They are JSON in texts, which the check of the body does not count: 2 MB of them held the event loop for more than a second."""
+    monkeypatch.setattr(schemas, "json", None)  # nothing is parsed
+    async with serving() as service:
+        app = httpx.ASGITransport(build_app(Models([service])))
+        async with httpx.AsyncClient(transport=app, base_url="http://gateway") as client:
+            texts = [first, LISTS, LISTS]
+            messages = [{"role": "user", "content": LISTS}, *map(call_with, texts)]
+            chat = await client.post("/v1/chat/completions", json={"messages": messages})
+            response = await client.post("/v1/responses", json={"input": [*map(item_with, texts)]})
+    for answer, field in ((chat, "messages"), (response, "input")):
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+        assert "arrays and objects are more than" in answer.json()["error"]["message"]
+
+
+def test_brackets_in_the_texts_of_arguments_do_not_count():
+    text = json.dumps({"content": "[" * MAX_CONTAINERS})
+    messages = [call_with(text), call_with(text)]
+    assert len(schemas.ChatRequest.model_validate({"messages": messages}).messages) == 2
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (G.GenerateRequest(chat=G.ChatPrompt(messages=[G.ChatMessage()] * 4097)), "chat.messages"),
+        (
+            G.GenerateRequest(
+                chat=G.ChatPrompt(messages=[G.ChatMessage()], template_kwargs_json=f'{{"a":[{LISTS},{LISTS}]}}')
+            ),
+            "chat.template_kwargs_json",
+        ),
+        (
+            G.GenerateRequest(
+                chat=G.ChatPrompt(messages=[G.ChatMessage()], template_kwargs_json="[" * 9999 + "]" * 9999)
+            ),
+            "chat.template_kwargs_json",
+        ),
+        (G.GenerateRequest(text="a", decoding=G.Decoding(bad_sequences=[G.TokenIds()] * 257)), "bad_words"),
+        (G.GenerateRequest(text="a", decoding=G.Decoding(logit_bias=dict.fromkeys(range(1025), 1.0))), "logit_bias"),
+    ],
+    ids=["messages", "lists", "depth", "bad words", "biases"],
+)
+def test_messages_that_take_long_to_convert_are_refused_before(message, field, monkeypatch):
+    monkeypatch.setattr(servicer, "Chat", None)
+    monkeypatch.setattr(public_codec, "Sampling", None)
+    with pytest.raises(InvalidRequest) as refused:
+        servicer.request_from_pb(message)
+    assert refused.value.field == field
+
+
+async def test_allowed_tokens_beyond_the_vocabulary_are_refused_before_they_are_sorted():
+    async with grpc_serving() as (service, address), grpc.aio.insecure_channel(address) as channel:
+        most = service.model.vocab_size
+        request = G.GenerateRequest(text="a", decoding=G.Decoding(allowed_token_ids=[65] * (most + 1)))
+        with pytest.raises(grpc.aio.AioRpcError, match=f"allowed_token_ids: {most + 1} ids are more than"):
+            await G_grpc.InferenceStub(channel).Generate(request)
+
+
+def test_texts_are_found_at_any_depth():
+    value = "x"
+    for _ in range(100_000):
+        value = [{"key": value}, 1, None]
+    assert list(tokenizer.texts_in(value)) == ["x"]
+    assert sorted(tokenizer.texts_in({"a": ["b", {"c": "d"}], "e": 1.0, "f": "g"})) == ["b", "d", "g"]

@@ -61,3 +61,27 @@ def test_the_death_of_the_guard_itself_is_no_error() -> None:
         guard._process.kill()
         guard._process.wait()
         guard.started(os.getpid())
+
+
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
+KILLED = """
+import os, sys
+from rootward.guard import Guard
+
+with Guard(0.2) as guard:
+    guard.started(int(sys.argv[1]))
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_process_that_does_not_end_by_itself_is_killed() -> None:
+    """One that hangs stayed for ever, with its port and its model."""
+    with subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        try:
+            assert child.stdout.readline() == "ready\n"
+            killed = subprocess.run([sys.executable, "-c", KILLED, str(child.pid)], check=False, timeout=60)
+            assert killed.returncode == -signal.SIGKILL
+            assert child.wait(60) == -signal.SIGKILL
+        finally:
+            child.kill()

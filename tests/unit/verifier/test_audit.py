@@ -146,6 +146,29 @@ async def test_a_drafter_is_trusted_while_redis_is_away():
     assert audit.trusts(DRAFTER, "default")
 
 
+async def test_a_redis_that_does_not_answer_delays_the_drafters_together():
+    """It took its time for each, so that the last of many drafters waited for minutes to be trusted."""
+    redis, names = FakeRedis(), [f"10.0.0.{i}:50053" for i in range(8)]
+    waiting, answer = 0, asyncio.Event()
+
+    async def hget(key: str, field: str) -> None:
+        nonlocal waiting
+        waiting += 1
+        await answer.wait()
+        raise RedisConnectionError("away")
+
+    redis.hget = hget
+    audit = audit_of(redis)
+    async with running(audit, names):
+        for _ in range(60):
+            await asyncio.sleep(0)
+        assert waiting == len(names)
+        answer.set()
+        for _ in range(60):
+            await asyncio.sleep(0)
+    assert all(audit.trusts(name, "default") for name in names)
+
+
 async def test_evidence_of_several_verifiers_adds_up():
     """Neither verifier alone has seen enough."""
     redis = FakeRedis()
