@@ -32,6 +32,7 @@ from rootward.core.frames import (
 from rootward.core.growth import BestFirst, strategy_of
 from rootward.core.living_tree import LivingTree, MalformedFrame
 from rootward.core.requests import DraftMode
+from rootward.core.rng import Role
 from rootward.errors import ServiceError
 from rootward.ports import Drafter
 from rootward.tracing import traceparent_of
@@ -152,7 +153,7 @@ class Link:
             copies=message.law is DraftMode.IID,
             chain=message.strategy.name == "chain",
         )
-        draft = Draft(self, slot, tree, message.caps[1] > 0, pool=self.pool, opened_s=time.monotonic())
+        draft = Draft(self, slot, tree, tree.ahead_cap > 0, pool=self.pool, opened_s=time.monotonic())
         draft.unanswered_since_s, draft.wanted = self.stall_clock.now(), message.node_budget or node_cap
         self.drafts[slot] = draft
         self.send_buffer.open(message, self._features(session, len(message.prefix)))
@@ -173,6 +174,7 @@ class Link:
         return replace(
             opening,
             slot=slot,
+            seed=self._draw_seed(session, opening),
             prefix=tuple(session.tokens),
             num_atoms=min(opening.num_atoms, self.ack.max_atoms),
             eos_ids=() if request.stopping.ignore_eos else tuple(session.eos_ids),
@@ -183,6 +185,11 @@ class Link:
             traceparent=traceparent_of(session.span),
             node_budget=None if session.required else session.statistics.usual_nodes or None,
         )
+
+    def _draw_seed(self, session: Session, opening: Open) -> int:
+        """The key of the drafter's draws. Each drafter has its own: one that knew what another draws for the session could choose by it
+        when the session moves."""
+        return session.key.derive(Role.DRAW, number_of(self.name)) if opening.law.ratio else opening.seed
 
     def commit(self, session: Session, draft: Draft, tokens: Sequence[int], budget: Budget) -> None:
         """Re-root both replicas of a tree of the session at the committed tokens.

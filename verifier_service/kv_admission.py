@@ -151,8 +151,9 @@ class Admission:
     def fence(self, request: VerifierRequest, rule: Rule) -> None:
         """Refuse an epoch that is lower than the last one; a higher one ends the older attempt (protocol.md 3). An equal one with the same
         seed would use the same coins, of whose verdicts a drafter may know (algorithms.md 9); matching uses none."""
-        seen, seeds = self._epochs.get(request.request_id, (0, ()))
         live = self.live.get(request.request_id)
+        forgotten = (0, ()) if live is None else (live.request.epoch, (live.request.seed,))
+        seen, seeds = self._epochs.get(request.request_id, forgotten)
         # A gateway whose store has forgotten the id goes on above this epoch, which must not end what runs for another client.
         known = {} if live is not None else {"epoch": str(seen)}
         if request.epoch < seen:

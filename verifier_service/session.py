@@ -235,8 +235,9 @@ class Session:
     def key(self) -> Key:
         """Key of its random numbers. Under ratio tests two requests of one seed have different ones: the rounds of one request decide how
         many nodes the rounds of the other have (`speculation.py`). So have two attempts at a request: drafters of the first know the noise
-        of some of its bonus tokens. No drafter can compute them: clients choose seeds that are easily guessed."""
-        attempt = f"{self.secret} {self.request.epoch} {self.request.request_id}"
+        of some of its bonus tokens. The number of the session tells them apart even where `Admission` has forgotten the first. No drafter
+        can compute them: clients choose seeds that are easily guessed."""
+        attempt = f"{self.secret} {self.number} {self.request.epoch} {self.request.request_id}"
         own = 0 if self.rule is Rule.MATCH else number_of(attempt)
         return Key(self.request.seed ^ own, self.request.choice)
 

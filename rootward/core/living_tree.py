@@ -89,8 +89,8 @@ class LivingTree:
 
     length, hash_: of the committed prefix, in tokens and as by `frames.prefix_hash`. vocab_size, max_atoms, node_cap, ahead_cap: limits for
     frames. node_cap: most nodes of the root's component; ahead_cap: most nodes of all others.
-    restarts: every commit starts a new tree, whatever has grown. copies: siblings may repeat a token; all are drawn (with
-    replacement). chain: no node has siblings.
+    restarts: every commit starts a new tree, whatever has grown, so there are no guesses. copies: siblings may repeat a token; all are
+    drawn (with replacement). chain: no node has siblings.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class LivingTree:
         self.length = length
         self.restarts, self.copies, self.chain = restarts, copies, chain
         self.vocab_size, self.max_atoms = vocab_size, max_atoms
-        self.node_cap, self.ahead_cap = node_cap, ahead_cap
+        self.node_cap, self.ahead_cap = node_cap, 0 if restarts else ahead_cap
         self.eos_ids = frozenset(eos_ids)
         self.root = Node(-1, -1, False, depth=length)
         self.root_id = ROOT

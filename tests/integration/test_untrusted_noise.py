@@ -14,7 +14,7 @@ from support.services import collect, request, tabular_pair, until, verifier_of
 
 from benchmarks.results import p_value
 from rootward.core.frames import FromDrafter, Grow, HelloAck, Launch, Open, Reject, ToDrafter, prefix_hash
-from rootward.core.requests import DraftMode, Rule
+from rootward.core.requests import DraftMode, DraftStrategy, Rule, Speculation, SpeculationMode
 from rootward.core.rng import NO_TOKEN, Key, Role, bonus_gumbel, philox_one
 from rootward.engine.tabular import TabularModel
 from rootward.ports import DEFAULT_POOL
@@ -174,3 +174,45 @@ def assert_not_chosen(target: TabularModel, drafter: Selective, texts: list[list
             variance += share * (1.0 - share)
     assert len(drafter.left) > 200
     assert abs(excess) < 4.0 * variance**0.5
+
+
+@dataclass
+class Predicting:
+    """A drafter that predicts a bonus token in every tree, also in trees that start anew with every commit."""
+
+    num_sent: int = 0
+
+    async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncGenerator[FromDrafter, None]:
+        texts: dict[int, list[int]] = {}
+        first: dict[int, int] = {}
+        async for frame in inbound:
+            if frame.hello is not None:
+                yield FromDrafter(HelloAck("d", 7, frame.hello.tokenizer_hash, VOCAB, 4096, tuple(DraftMode), 256, 64))
+            for message in frame.opens:
+                texts[message.slot], first[message.slot] = list(message.prefix), 1
+            for commit in frame.commits:
+                texts[commit.slot] += commit.tokens
+            grows = [self._growth(m.slot, texts[m.slot], first) for m in (*frame.opens, *frame.commits)]
+            if grows:
+                yield FromDrafter(grows=tuple(grows))
+
+    def _growth(self, slot: int, text: list[int], first: dict[int, int]) -> Grow:
+        none, yes = np.zeros(1, dtype=np.int64), np.ones(1, dtype=bool)
+        self.num_sent += 1
+        first[slot] += 1
+        return Grow(slot, len(text), prefix_hash(text), first[slot] - 1, none, none, ~yes, at_rest=True, guess=yes)
+
+
+@pytest.mark.parametrize("strategy", ["best_first", "rsd_c:2,1", "rsd_s:2,2", "chain:3", "greedy:2,2", "iid:2,2"])
+async def test_no_frame_of_a_drafter_loses_a_round(strategy: str) -> None:
+    """It knows the noise of the round that runs. A round that were lost would be drawn again with other noise, so the drafter could reject
+    what it does not wish. Nor may other sessions of the step be lost."""
+    target, _ = tabular_pair(vocab=VOCAB, slots=16)
+    drafter = Predicting()
+    async with verifier_of(target, {"d": drafter}, num_draft_tokens=6, num_ahead_tokens=16) as service:
+        await until(lambda: service.pool.up)
+        wish = Speculation(SpeculationMode.AUTO, strategy=DraftStrategy.parse(strategy))
+        mixed = [request(f"r{i}", seed=i, **({"wish": wish} if i else {"temperature": 0.0})) for i in range(4)]
+        found = await asyncio.gather(*(collect(service, one) for one in mixed))
+    assert [len(tokens) for tokens, _ in found] == [40] * 4
+    assert drafter.num_sent

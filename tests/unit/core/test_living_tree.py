@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -101,6 +103,16 @@ def test_a_frame_of_more_nodes_than_one_base_may_have_is_not_even_looked_at(node
         replica.receive(grow(1, [0] * nodes, [0] * nodes))
     with pytest.raises(MalformedFrame, match="cap of 8"):
         tree().receive(grow(1, [0], [0], rows={node: ROW for node in range(nodes + 1)}))
+    assert len(replica) == 0
+
+
+def test_a_tree_that_restarts_takes_no_guesses() -> None:
+    """A commit drops all nodes; guesses that it went on counting would make the number of the others negative."""
+    replica = tree(restarts=True, ahead_cap=4)
+    frame = replace(grow(1, [0, 1], [1, 0], rows={}, sampled=[False, False]), guess=np.array([True, False]))
+    with pytest.raises(MalformedFrame, match="0 in and below guesses"):
+        replica.receive(frame)
+    replica.commit([2])
     assert len(replica) == 0
 
 

@@ -31,7 +31,7 @@ from verifier_service.circuit_breaker import MAX_MISSES
 from verifier_service.drafter_link import Link
 from verifier_service.drafter_pool import DrafterPool
 from verifier_service.head_drafts import TextFeatures
-from verifier_service.session import Draft, Session
+from verifier_service.session import Draft, Session, number_of
 from verifier_service.settings import Shape
 
 SHAPE = Shape(atoms=8, node_cap=8, max_depth=4, topk=2)
@@ -161,8 +161,28 @@ def test_only_coupled_drafting_learns_the_seed() -> None:
         busy, one = up(link()), session(draft_mode=law)
         opened(busy, one)
         assert next(iter(busy.send_buffer._opens.values())).seed == (
-            77 if law is DraftMode.COUPLED else one.key.derive(Role.DRAW)
+            77 if law is DraftMode.COUPLED else one.key.derive(Role.DRAW, number_of("d"))
         )
+
+
+@pytest.mark.parametrize("law", [DraftMode.SAMPLED, DraftMode.GREEDY])
+def test_no_drafter_can_compute_what_another_draws(law: DraftMode) -> None:
+    """A session that moves has a tree at both, and the new one decides, by when it sends growth, at which commit the old tree is dropped.
+    If it knew the draws of the old one, it could choose by them (`keep_if_likely` in test_moves_exact). Incarnations are no secrets."""
+    one, seeds = session(draft_mode=law), set()
+    for name in ("a", "b"):
+        opened(busy := up(link(name)), one)
+        seeds |= {message.seed for message in busy.send_buffer._opens.values()}
+    assert len(seeds) == 2
+    assert not seeds & {one.key.derive(Role.DRAW), one.request.seed}
+
+
+def test_two_attempts_at_one_request_never_share_coins() -> None:
+    """Drafters of the first know verdicts and noise of it, and its epoch may be forgotten (`MAX_EPOCHS_REMEMBERED`)."""
+    first = session(1)
+    second = Session(2, first.request, Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset())
+    assert first.key != second.key
+    assert first.key.bonus(2) != second.key.bonus(2)
 
 
 def test_ratio_tests_of_two_requests_never_share_coins() -> None:
