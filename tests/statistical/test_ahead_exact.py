@@ -92,10 +92,12 @@ class LooksAtAGuess(Grown):
     """Wrong: whether a verified draw is made depends on what a prediction would be."""
 
     told_early = True
-    levels = (1, 1, 0, 0)
+    levels = (1, 0, 0, 0)
     caps = (8, 0, 0)
 
     def grow(self, num_levels: int) -> None:
+        if not num_levels:
+            return
         super().grow(1)
         token = self.prediction(0)
         own = self.ahead.own
