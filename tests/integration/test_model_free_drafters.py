@@ -25,6 +25,7 @@ from drafter_service.settings import DrafterSettings
 from rootward import demo
 from rootward.core.lookup import Prediction, Recycling, Successors
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
+from rootward.core.rng import Key
 from rootward.engine.loading import load_model
 from rootward.engine.tabular import TabularModel
 from rootward.ports import Drafter, LanguageModel, ModelInfo
@@ -32,6 +33,7 @@ from rootward.wire.channel import DRAFTING
 from rootward.wire.clients import RemoteDrafter
 from rootward.wire.server import RpcServer
 from verifier_service.service import VerifierService
+from verifier_service.session import Session
 
 SPECS = ["ngram:", "recycling:", "ngram+recycling:", "random"]
 PERIODIC = {"sharpness": 6.0}  # its greedy text runs into a circle soon
@@ -201,8 +203,10 @@ async def first_tokens_of_the_second_of_two(drafter: DrafterService, target: Tab
     return counts
 
 
-async def test_a_memory_of_the_session_s_own_coins_changes_the_distribution() -> None:
-    """Requests with one seed and one id share their coins: what one has said must not decide the tree of the other."""
+async def test_a_memory_of_the_session_s_own_coins_changes_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If requests of one seed shared their coins, what one has said would have to stay out of the tree of the other. They share none: every
+    session has a key of its own. Here, two have the same."""
+    monkeypatch.setattr(Session, "key", property(lambda session: Key(session.request.seed, session.request.choice)))
     target = TabularModel(5, seed=4, sharpness=0.5)
     wanted = target.law(PROMPT) * PAIRS
 
