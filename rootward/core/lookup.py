@@ -351,8 +351,8 @@ class Recipe:
     def source(self, law: DraftMode, shared: Successors, prediction: Sequence[int] = (), num_prompt: int = 0) -> Source:
         """A source for a new text. prediction: the output that the client expects after `num_prompt` tokens.
 
-        Under ratio tests (SAMPLED, GREEDY) a text must not read memories that other texts have written: if two requests used the same coins,
-        the text of one would depend on coins that the other has still to use. Target matching has no such restriction.
+        Under ratio tests (SAMPLED, GREEDY) a text must not read memories that other texts have written: if two requests used the same
+        coins, the text of one would depend on coins that the other has still to use. Target matching has no such restriction.
         """
         built: list[Source] = [Prediction(prediction, prefix=num_prompt)] if prediction else []
         if "ngram" in self.sources:
