@@ -68,7 +68,7 @@ class GrammarCheck:
         self._child: Process | None = None
         self._exclusive = asyncio.Lock()  # one form at a time
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by tenant
-        self._asking: asyncio.Task[_Verdict] | None = None  # goes on if who asked has gone
+        self._asking: asyncio.Task[_Verdict] | None = None  # goes on when its client has gone
         self._verdicts: dict[bytes, _Verdict] = {}
 
     async def check(self, wanted: Structure, *, vocab_size: int, eos_ids: tuple[int, ...], tenant: str = "") -> None:
@@ -106,9 +106,8 @@ class GrammarCheck:
                 await asyncio.wait({self._asking})
             if (verdict := self._known(key)) is None:
                 self._asking = asyncio.create_task(self._judged(key, wanted, vocabulary))
-                self._asking.add_done_callback(
-                    lambda done: done.cancelled() or done.exception()
-                )  # its asker may be gone
+                # The client may be gone: its exception counts as seen.
+                self._asking.add_done_callback(lambda done: done.cancelled() or done.exception())
                 verdict = await asyncio.shield(self._asking)
         return verdict.fix
 

@@ -86,11 +86,7 @@ class HuggingFaceTokenizer:
 
     def encode_chat(self, chat: Chat) -> tuple[int, ...]:
         """Token ids of a conversation, rendered with the model's template. Errors: those of `render_chat`."""
-        try:
-            messages, cut = self._without_special_tokens(chat.messages)
-        except RecursionError:
-            fix = "messages have arguments that are nested too deeply; make them flatter"
-            raise InvalidRequest("messages", len(chat.messages), fix) from None
+        messages, cut = self._without_special_tokens(chat.messages)
         text = self._rendered(chat, messages)
         parts = text.split(cut) if cut else [text]
         return tuple(i for part in parts for i in self._tokenizer.encode(part, add_special_tokens=False))

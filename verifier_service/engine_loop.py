@@ -322,7 +322,7 @@ class EngineLoop:
             outcome.tokens, outcome.num_nodes, outcome.logprobs, tree, missed=missed, drafter=drafter
         )
         if session.matcher is not None and session.matcher.broken:
-            log.warning("form_given_up", request_id=session.request.request_id, why=session.matcher.broken)
+            log.warning("form_given_up", request_id=session.request.request_id, reason=session.matcher.broken)
         self.rounds.begin_next(session)
         if not session.done:
             self.pool.commit(session, committed.tokens, self.rounds.budget)

@@ -99,15 +99,14 @@ def _protocol(tls: ServerTls | None, limits: _Limits) -> type[asyncio.Protocol]:
         _securing: asyncio.Task[None] | None = None
         _established = False  # passed on to uvicorn
         _early = b""  # received before TLS was started, or before this side knew that the handshake was over
-        _reading: asyncio.TimerHandle | None = None  # the next look at what waits for the client
-        _num_unread = 0  # bytes that waited at the last look
-        _all_taken = False  # since then nothing waited for a moment
+        _reading: asyncio.TimerHandle | None = None  # the next check of the bytes that wait for the client
+        _num_unread = 0  # bytes that waited at the last check
+        _all_taken = False  # no byte waited at some moment since then
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             self._raw = transport
-            transport.set_write_buffer_limits(
-                high=1, low=0
-            )  # of any byte that waits, and its end, this protocol is told
+            # This protocol is told when any byte begins to wait, and when none waits any more.
+            transport.set_write_buffer_limits(high=1, low=0)
             held.add(self)
             self._late = self.loop.call_later(limits.head_timeout_s, transport.abort)
             if len(held) > limits.max_connections:
@@ -143,7 +142,7 @@ def _protocol(tls: ServerTls | None, limits: _Limits) -> type[asyncio.Protocol]:
             self._established = True
             super().connection_made(transport)
             transport.set_write_buffer_limits(high=1, low=0)
-            self._reading = self.loop.call_later(limits.unread_s, self._look_at_unread)
+            self._reading = self.loop.call_later(limits.unread_s, self._check_unread)
             if peers:
                 certificate = transport.get_extra_info("peercert") or {}
                 if not {name for _, name in certificate.get("subjectAltName", ())}.intersection(peers):
@@ -163,8 +162,8 @@ def _protocol(tls: ServerTls | None, limits: _Limits) -> type[asyncio.Protocol]:
             self._all_taken = True
             super().resume_writing()
 
-        def _look_at_unread(self) -> None:
-            """Close the connection if what waited at the last look still waits, except for less than MIN_READ bytes of it. Otherwise a
+        def _check_unread(self) -> None:
+            """Close the connection if the client has taken less than MIN_READ of the bytes that waited at the last check. Otherwise a
             client that does not read would hold them and the connection for ever: also a closed one waits until all is taken."""
             transports = {self._raw, self.transport}
             num_unread = sum(transport.get_write_buffer_size() for transport in transports)
@@ -172,7 +171,7 @@ def _protocol(tls: ServerTls | None, limits: _Limits) -> type[asyncio.Protocol]:
                 self._raw.abort()
                 return
             self._num_unread, self._all_taken = num_unread, False
-            self._reading = self.loop.call_later(limits.unread_s, self._look_at_unread)
+            self._reading = self.loop.call_later(limits.unread_s, self._check_unread)
 
         def connection_lost(self, exc: Exception | None) -> None:
             held.discard(self)

@@ -33,9 +33,8 @@ from rootward.core.rng import bonus_gumbel
 
 MOST_PREDICTIONS = 32  # at a node, before its children are left out
 
-Predict = Callable[
-    [int, DraftDistribution], Ints
-]  # (node, its draft row) -> bonus tokens of the running round, the most likely first
+# (node, its draft row) -> bonus tokens of the running round, the most likely first
+Predict = Callable[[int, DraftDistribution], Ints]
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,7 @@ async def test_a_client_that_leaves_does_not_end_the_compiler_of_all(check, monk
     await stays
     assert check.owner._child is child
     await check(Form.REGEX, "b")
-    assert held.asked == ["b", "c"]  # what the first one asked is known
+    assert held.asked == ["b", "c"]  # the form of the first client is known
 
 
 async def test_a_form_that_is_known_waits_for_no_other(check, monkeypatch):

@@ -363,7 +363,7 @@ async def test_an_answer_that_is_read_slowly_arrives():
     (connection,) = stop.server._server.server_state.connections
     for _ in range(16):  # each time some more was read
         assert len(await reader.readexactly(4 << 20)) == 4 << 20
-        connection._look_at_unread()
+        connection._check_unread()
     writer.close()
     await stop()
 
