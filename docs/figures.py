@@ -339,7 +339,7 @@ def peers() -> str:
 
 def peers_avx2() -> str:
     """The same on a processor with AVX2 alone."""
-    return _beside_others("2026-11-29-avx2/peers-5.json")
+    return _beside_others("2026-11-29-avx2-balanced/peers-6.json")
 
 
 def _beside_others(name: str) -> str:
