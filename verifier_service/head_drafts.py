@@ -73,6 +73,9 @@ class HeadDrafts:
         self.most_positions = min(model.window or MOST_POSITIONS, MOST_POSITIONS)
         shape = best_first or BestFirst(least_levels=LEAST_LEVELS)
         self._grower: Grower[int] = Grower(model, incarnation=incarnation, best_first=shape)
+        from rootward.engine.head_growth import compiled_trees
+
+        self._compiled = compiled_trees(model, incarnation=incarnation, best_first=shape)
         self._observed: dict[int, Observed] = {}
         # In the last `grow` a text of more than one round was read (a prompt, rounds without trees), and not in the one before.
         self.catches_up = False
@@ -95,14 +98,23 @@ class HeadDrafts:
         features = self._features(known)
         read_much = any(len(rows) > one.nodes + 1 for one, rows in zip(known, features, strict=True))
         self.catches_up, self._read_much = read_much and not self._read_much, read_much
-        ready = [one.session for one, rows in zip(known, features, strict=True) if self._extend_text(one, rows)]
-        self._grower.grow(ready)
-        trees = {number: self._grower.trees[number].tree for number in ready}
-        return [tree.snapshot(one.nodes) if (tree := trees.get(one.session)) else None for one in wanted]
+        compiled: list[tuple[Wanted, NDArray[np.float32]]] = []
+        others: list[Wanted] = []
+        for one, rows in zip(known, features, strict=True):
+            if self._compiled is not None and self._compiled.takes(one.session, one.opening):
+                compiled.append((one, rows))
+            elif self._extend_text(one, rows):
+                others.append(one)
+        trees = {} if self._compiled is None else self._compiled.grow(compiled)
+        self._grower.grow([one.session for one in others])
+        trees |= {one.session: self._grower.trees[one.session].tree.snapshot(one.nodes) for one in others}
+        return [trees.get(one.session) for one in wanted]
 
     def forget(self, session: int) -> None:
         """The session has ended, or states of its text are missing."""
         self._grower.close(session)
+        if self._compiled is not None:
+            self._compiled.forget(session)
         self._observed.pop(session, None)
 
     def _has_states(self, one: Wanted) -> bool:

@@ -88,7 +88,7 @@ ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
 # The folder of compiled kernels is named by all of their sources: numba itself compares the file of each kernel only
 sources = b"".join(
     Path(__file__).with_name(name).read_bytes()
-    for name in ("cpu_decoder.py", "cpu_kernels.py", "cpu_tiles.py", "verify_kernels.py")
+    for name in ("cpu_decoder.py", "cpu_kernels.py", "cpu_tiles.py", "head_growth.py", "verify_kernels.py")
 )
 numba.config.CACHE_DIR = numba.config.CACHE_DIR or str(folder_of_kernels(blake2b(sources, digest_size=8).hexdigest()))
 ANY_ORDER = {"contract", "reassoc", "nsz"}  # sums may be split among lanes: the same way for every row

@@ -13,7 +13,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rootward.engine.batch import Step
 from rootward.engine.heads import Head
@@ -101,6 +103,12 @@ class HeadModel(DraftHead):
             for i in keep:
                 own[int(entry.rows.node[i])] = rows[first + i]
         return head.output.in_target_ids(logits, reduction)
+
+    @torch.inference_mode()
+    def expanded(self, step: Step, features: NDArray[np.float32], reduction: Reduction) -> tuple[Any, Any]:
+        """(the reduction of the logits of the wanted rows, what all rows pass on, float32[N, E]), for rows that the caller has placed."""
+        logits, passed_on = self.head(step, self._kv.layers[0], torch.from_numpy(features))
+        return self.head.output.in_target_ids(logits, reduction).numpy(), passed_on.numpy()
 
     def _features(self, entries: Sequence[Entry], step: Step) -> torch.Tensor:
         """float32[N, E]; rows of padding repeat the first of their entry."""

@@ -137,6 +137,16 @@ class KvTree:
         self._set_nodes(plan.node, plan.token, plan.scratch, plan.position, plan.ancestors)
         self._version += 1
 
+    def append(self, num: int) -> None:
+        """Commit the next `num` cells, which hold tokens. There are no uncommitted nodes."""
+        if len(self._node) or self._length + num > self.max_positions:
+            raise ValueError(
+                f"num: {num} behind {self._length} tokens and {len(self._node)} nodes; commit or release those"
+            )
+        self._length += num
+        self._end = self._length
+        self._version += 1
+
     def commit(self, node: int, *, keep_below: bool) -> Moves:
         """Commit the path to `node`. Other nodes are freed; descendants of `node` are kept if `keep_below`."""
         if node not in self._row:

@@ -192,6 +192,20 @@ class Slots:
             for session in sessions:
                 self._trim(session)
 
+    def reserve(self, slot: int, num_cells: int) -> None:
+        """Hold blocks for so many cells behind the text of a slot without uncommitted nodes, until `append`. KvFull: there are too few."""
+        session = self.session(slot)
+        missing = self._blocks(session.tree.length + num_cells) - len(session.table)
+        if missing > 0:
+            session.table.extend(self.pool.take(missing, self._next_block(slot, session.table)))
+
+    def append(self, slot: int, num_tokens: int) -> None:
+        """Commit the next tokens, whose K and V are in their cells, and give back what `reserve` holds beyond them. The blocks are not
+        shared with other sessions."""
+        session = self.session(slot)
+        session.tree.append(num_tokens)
+        self._trim(session)
+
     def _next_block(self, slot: int, table: BlockTable) -> int:
         """Number of the preferred next block: that after the table's last one. The first blocks of tables are far apart."""
         return int(table.blocks[-1]) + 1 if len(table) else slot * self.size.num_blocks // self.size.num_slots

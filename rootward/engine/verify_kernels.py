@@ -17,6 +17,7 @@ import numba
 import numpy as np
 
 from rootward.core.distribution import LARGEST
+from rootward.core.rng import Role
 from rootward.engine import cpu_kernels  # sets the cache directory of numba
 
 exact = {"nogil": True, "cache": True, "error_model": "numpy"}
@@ -312,6 +313,7 @@ PART = {
     "error_model": "numpy",
 }  # inlined, so that a kernel is the same whether it is compiled or read from the cache
 LOW, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+DRAW = np.uint64(Role.DRAW.value)
 
 
 @numba.njit(**PART)
@@ -325,6 +327,13 @@ def _words(index: Any, key: Any, position: Any, epoch: Any, salt: Any) -> tuple[
         c2, c3 = (product0 >> HALF) ^ c3 ^ k1, product0 & LOW
         k0, k1 = (k0 + np.uint64(0x9E3779B9)) & LOW, (k1 + np.uint64(0xBB67AE85)) & LOW
     return c0 | c1 << HALF, c2 | c3 << HALF
+
+
+@numba.njit(**PART)
+def words_of_block(block: Any, key: Any, draw_number: Any) -> tuple[Any, Any]:
+    """The words 2 · block and 2 · block + 1 of `rng.draw_words`, by their derived key."""
+    words: tuple[Any, Any] = _words(block, key, draw_number & LOW, draw_number >> HALF, DRAW)
+    return words
 
 
 @numba.njit(**PART)
