@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from gateway.planning import MAX_ID_CHARACTERS
+from gateway.planning import MAX_ID_CHARACTERS, MAX_PROMPT_LOGPROBS
 from gateway.requests import Delta, Ending, GenerateRequest
 from rootward.client.types import Usage
 from rootward.core.requests import TokenLogprob
@@ -47,9 +47,10 @@ def outputs(request: GenerateRequest, prompts: Sequence[str | tuple[int, ...]] =
 
 
 async def tokenised(requests: list[GenerateRequest], prompt_ids: PromptIds) -> list[GenerateRequest]:
-    """The outputs of one request; several choices have the token ids of their prompts, so that each prompt is tokenised once."""
+    """The outputs of one request; several have the token ids of their prompts. Each prompt is tokenised once, and one after another: the
+    tokenizer has fewer places than a request may have prompts."""
     num_choices = requests[0].n
-    if num_choices == 1:
+    if len(requests) == 1:
         return requests
     ids = [await prompt_ids(request) for request in requests[::num_choices]]
     return [replace(request, prompt_ids=ids[request.index // num_choices]) for request in requests]
@@ -110,8 +111,15 @@ class Tally:
     prompts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     _ends: dict[int, int] = field(default_factory=dict)  # number of output tokens so far, by output
+    _num_prompt_logprobs: int = 0
 
     def add(self, delta: Delta) -> None:
+        """InvalidRequest for more log-probabilities of prompts than an answer may have: one that has them all would end the gateway."""
+        if delta.prompt_logprobs and not self.prompt_logprobs.get(delta.index):
+            self._num_prompt_logprobs += len(delta.prompt_logprobs) * (1 + len(delta.prompt_logprobs[0].top))
+            if self._num_prompt_logprobs > MAX_PROMPT_LOGPROBS:
+                fix = f"of all prompts are more than {MAX_PROMPT_LOGPROBS}; ask for fewer per token, or send fewer prompts at once"
+                raise InvalidRequest("prompt_logprobs", self._num_prompt_logprobs, fix)
         self._ends[delta.index] = delta.offset + len(delta.spans)
         self.prompts[delta.index] = delta.prompt
         self.prompt_logprobs[delta.index] = delta.prompt_logprobs

@@ -43,10 +43,11 @@ class Detokenizer:
         self._decode = decode
         self._hidden = hidden
         self._window, self._num_returned = _end_of([t for t in context[-_CONTEXT - _CUT :] if t not in hidden], decode)
+        self._text = decode(self._window) if self._window else ""  # of the window
         self._clean_ends: list[int] = []  # lengths of the window at which its text ended with a whole character
         self._num_dirty = 0  # tokens since the last clean end
         # Marks at the end of the prompt: bytes that may become a character of the output; what does not is no output.
-        self._num_broken = len(decode(self._window)) - self._num_returned if self._window else 0
+        self._num_broken = len(self._text) - self._num_returned
 
     @property
     def pending(self) -> bool:
@@ -59,6 +60,10 @@ class Detokenizer:
             return ""
         self._window.append(token)
         text = self._decode(self._window)
+        if text == self._text and not text.endswith(REPLACEMENT) and (text or len(self._window) >= _MOVE_ANYWAY_AT):
+            self._window.pop()  # it has no text, as ids beyond the tokenizer; a window of such tokens would never move
+            return ""
+        self._text = text
         if text.endswith(REPLACEMENT):
             self._num_dirty += 1
         else:
@@ -71,7 +76,7 @@ class Detokenizer:
     def flush(self) -> str:
         """The text that is still held, broken bytes as U+FFFD. No token may be pushed afterwards."""
         self._num_dirty = 0
-        return self._return(self._decode(self._window)) if self._window else ""
+        return self._return(self._text)
 
     def _final(self, text: str) -> str:
         if not self._num_dirty:
@@ -96,9 +101,9 @@ class Detokenizer:
         cut = max((end for end in self._clean_ends if end <= size - _OVERLAP), default=0)
         if not cut and size >= _MOVE_ANYWAY_AT:
             cut = size - 2 * _LONGEST_CHARACTER
-        final = self._final(self._decode(self._window[cut:])) if cut else ""
-        if final:
-            self._window = self._window[cut:]
+        text = self._decode(self._window[cut:]) if cut else ""
+        if final := self._final(text):
+            self._window, self._text = self._window[cut:], text
             self._clean_ends = [end - cut for end in self._clean_ends if end > cut]
             self._num_returned = len(final)
 
@@ -161,6 +166,9 @@ class Output:
         self._stops = tuple(stops)
         self._include_stop = include_stop
         self._held: list[Span] = []
+        self._text = ""  # of the held spans
+        # (number of held spans, number of their characters) up to each one that has text: most tokens may have none.
+        self._ends: list[tuple[int, int]] = []
         self.stop: str | None = None
 
     def push(
@@ -170,11 +178,15 @@ class Output:
         known: Sequence[TokenLogprob | None] = logprobs or [None] * len(tokens)
         out: list[Span] = []
         for token, flag, logprob in zip(tokens, accepted, known, strict=True):
-            self._held.append(Span(token, self._detokenizer.push(token), flag, logprob))
+            piece = self._detokenizer.push(token)
+            self._held.append(Span(token, piece, flag, logprob))
+            if piece:
+                self._text += piece
+                self._ends.append((len(self._held), len(self._text)))
             if self._min_tokens_left:
                 self._min_tokens_left -= 1
-                self._num_stop_free = len(self._text())
-            if self._cut_at_stop():
+                self._num_stop_free = len(self._text)
+            if piece and self._cut_at_stop():
                 return out + self._release(len(self._held))
             if len(self._held) % _PART == 0:  # each token looks at all held text
                 out += self._release(self._num_releasable())
@@ -187,15 +199,13 @@ class Output:
         rest = self._detokenizer.flush()
         if rest and self._held:
             self._held[-1] = replace(self._held[-1], text=self._held[-1].text + rest)
+            self._text += rest
         if not self._cut_at_stop() and hidden is not None:
             self._held.append(hidden)
         return self._release(len(self._held))
 
-    def _text(self) -> str:
-        return text_of(self._held)
-
     def _cut_at_stop(self) -> bool:
-        match = find_stop(self._text(), self._stops, self._num_stop_free)
+        match = find_stop(self._text, self._stops, self._num_stop_free)
         if match is None:
             return False
         self.stop = match.stop
@@ -204,19 +214,18 @@ class Output:
 
     def _num_releasable(self) -> int:
         """Number of spans up to the last one with text that ends before a possible beginning of a stop string."""
-        text = self._text()
-        safe = len(text) - held_back(text, self._stops)
-        count = end = 0
-        for i, span in enumerate(self._held):
-            end += len(span.text)
-            whole = not (self._detokenizer.pending and i == len(self._held) - 1)
-            if span.text and end <= safe and whole:
-                count = i + 1
-        return count
+        safe = len(self._text) - held_back(self._text, self._stops)
+        at_most = len(self._held) - self._detokenizer.pending  # the last token may be part of a character
+        return max((count for count, end in self._ends if end <= safe and count <= at_most), default=0)
 
     def _release(self, count: int) -> list[Span]:
+        if not count:  # usual while tokens have no text: the held ones are not copied
+            return []
         out, self._held = self._held[:count], self._held[count:]
-        self._num_stop_free = max(0, self._num_stop_free - len(text_of(out)))
+        length = len(text_of(out))
+        self._text = self._text[length:]
+        self._ends = [(number - count, end - length) for number, end in self._ends if number > count]
+        self._num_stop_free = max(0, self._num_stop_free - length)
         return out
 
 

@@ -12,13 +12,15 @@ from gateway.tokenizer import Tokenizer
 from rootward.core.requests import MAX_BAD, DraftMode, Rule, Speculation, Stopping, VerifierRequest, check_ids
 from rootward.errors import ContextLengthExceeded, InvalidRequest
 from rootward.ports import ModelInfo
-from rootward.wire import channel
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_BAD_WORD_CHARACTERS = 64
 MAX_ID_CHARACTERS = 128
 MAX_PREDICTION_CHARACTERS = 1 << 17
+# Log-probabilities of the prompts of one answer, those of likely tokens included: each takes about 450 bytes, and a microsecond of the
+# event loop.
+MAX_PROMPT_LOGPROBS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ def make_plan(
             tenant=request.tenant,
         )
         first.check_tokens(model.vocab_size, model.eos_ids)
-    _check_answer(first)
+    _check_answer(first, request.n)
     stop_ids = frozenset(request.stop_token_ids).union(() if request.ignore_eos else model.eos_ids)
     return Plan(request, first, stop_ids, warnings)
 
@@ -160,14 +162,15 @@ def _max_tokens(
     return max_output
 
 
-def _check_answer(first: VerifierRequest) -> None:
-    """InvalidRequest for log-probabilities of a prompt that no message can carry: a verifier would refuse them after the prefill."""
+def _check_answer(first: VerifierRequest, num_choices: int) -> None:
+    """InvalidRequest for more than MAX_PROMPT_LOGPROBS of one prompt, which every choice has: before the prefill."""
     most = first.prompt_logprobs
     if most is None:
         return
     num_tokens = len(first.prompt) - 1
-    if num_tokens * (4 + 8 * most) > channel.MAX_ITEM_BYTES:  # an f32; of each likely token its id and an f32
-        fix = f"per token are too many for an answer on {num_tokens} tokens; ask for fewer, or send a shorter prompt"
+    if num_choices * num_tokens * (1 + most) > MAX_PROMPT_LOGPROBS:
+        choices = f" in each of {num_choices} choices" if num_choices > 1 else ""
+        fix = f"per token are too many for an answer on {num_tokens} tokens{choices}; ask for fewer, or send a shorter prompt"
         raise InvalidRequest("prompt_logprobs", most, fix)
 
 

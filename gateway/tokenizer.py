@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, NoReturn, TypeVar
@@ -54,10 +54,10 @@ class HuggingFaceTokenizer:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = frozenset(tokenizer.all_special_ids) | {i for i, t in added.items() if t.special}
         names = {str(tokenizer.convert_ids_to_tokens(i)) for i in self.special_ids}
-        escaped = "|".join(re.escape(name) for name in sorted(names) if len(name) > 1)
         self._special: re.Pattern[str] | None = None  # the first character of every special token in a message
-        if escaped and not special_tokens_in_messages:
-            self._special = re.compile(f"(?={escaped})(.)", re.DOTALL)  # by look-ahead, because tokens may overlap
+        if (long := [name for name in names if len(name) > 1]) and not special_tokens_in_messages:
+            first = _by_first(long).items()  # the rest by look-ahead, because tokens may overlap
+            self._special = re.compile("|".join(f"{re.escape(c)}(?={_any_of(rests)})" for c, rests in first))
         self.num_ids = len(tokenizer)  # ids the tokenizer can decode; the model may have more (padding)
         self.bos_id: int | None = tokenizer.bos_token_id
 
@@ -131,7 +131,7 @@ class HuggingFaceTokenizer:
             fix = "have all characters U+E000 to U+F8FF and the text of a special token; leave one out"
             raise InvalidRequest("messages", len(messages), fix)
         cut = min(unused)
-        marked = rf"\1{cut}"
+        marked = rf"\g<0>{cut}"
 
         def change(text: str) -> str:
             return special.sub(marked, text)
@@ -173,6 +173,23 @@ class HuggingFaceTokenizer:
         """A detokenizer for the output that follows `context`."""
         hidden = self.special_ids if skip_special_tokens else frozenset()
         return Detokenizer(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens), context, hidden)
+
+
+def _by_first(texts: Iterable[str]) -> dict[str, list[str]]:
+    """The rests of texts by their first characters."""
+    found: dict[str, list[str]] = {}
+    for text in sorted(texts):
+        found.setdefault(text[:1], []).append(text[1:])
+    return found
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    """An expression for the beginning of any of these texts. Each character is looked at once: `re` tries alternatives one by one and keeps
+    the interpreter lock, for seconds where a tokenizer has a thousand special tokens."""
+    if "" in texts:
+        return ""
+    parts = [re.escape(first) + _any_of(rests) for first, rests in _by_first(texts).items()]
+    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
 
 
 def _plain_backend(tokenizer: Any) -> Any:

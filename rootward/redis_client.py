@@ -23,7 +23,7 @@ from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisClusterException, RedisError
+from redis.exceptions import ReadOnlyError, RedisClusterException, RedisError
 
 from rootward.errors import ConfigurationError, Unavailable
 
@@ -52,7 +52,8 @@ def open_redis(url: str, *, timeout_s: float) -> Redis | RedisCluster:
             return _sentinel(url, plain, common)
         if kind == "cluster":
             return _cluster(url, plain, common)
-        return Redis.from_url(url, **common)
+        # A server that has become a replica refuses writes on connections that it keeps open; the name may lead to another one now.
+        return Redis.from_url(url, retry_on_error=[ReadOnlyError], **common)
     except (ValueError, TypeError):  # whose message may have a part of the password: it is not chained
         example = "redis://host:port/0, redis+sentinel://host:port/name or redis+cluster://host:port"
         quoting = "and / ? # @ in a password as %2F %3F %23 %40"

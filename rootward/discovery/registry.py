@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -102,6 +103,12 @@ class Registry:
         found = (_worker_of(role, i, name, fields) for i, fields in zip(ids, hashes, strict=True))
         return tuple(sorted((worker for worker in found if worker is not None), key=lambda worker: worker.id))
 
+    async def listed(self, role: str, name: str) -> frozenset[str]:
+        """Ids of workers that have registered and have not removed themselves, whether or not they are alive."""
+        async with self._answering():
+            ids: Any = await self._client.zrange(self._index_key(role, name), 0, -1)
+        return frozenset(ids)
+
     async def close(self) -> None:
         await self._client.aclose()
 
@@ -157,10 +164,25 @@ async def _beat_forever(registry: Registry, describe: Callable[[], Worker], now:
 
 
 def registry_discovery(registry: Registry, role: str, name: str, *, every_s: float = POLL_S) -> PolledDiscovery:
-    """The workers of a role under a name."""
+    """The workers of a role under a name.
+
+    While none of them registers, as when Redis is full and refuses writes, their last list holds. After that, or after a time without an
+    answer, those that are not found stay until all have had the time to register again. Peers notice by themselves who is gone."""
+    now_s = asyncio.get_running_loop().time
+    known: dict[str, Peer] = {}  # by id
+    kept_until_s = -math.inf
 
     async def ask() -> list[Peer]:
-        return [Peer(w.address, w.zone, w.draining) for w in await registry.workers(role, name)]
+        nonlocal known, kept_until_s
+        try:
+            found = {w.id: Peer(w.address, w.zone, w.draining) for w in await registry.workers(role, name)}
+            if known and not found and (silent := known.keys() & await registry.listed(role, name)):
+                raise RegistryUnavailable(f"none of {len(silent)} workers registers any more; Redis may refuse writes")
+        except RegistryUnavailable:
+            kept_until_s = now_s() + registry.stale_s
+            raise
+        known = known | found if now_s() < kept_until_s else found
+        return list(known.values())
 
     return PolledDiscovery(ask, source="redis", every_s=every_s)
 

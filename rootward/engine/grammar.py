@@ -27,8 +27,9 @@ from rootward.errors import InvalidGrammar, UnsupportedParameter
 
 MAX_COMPILED = 64  # compiled structures in the cache
 # Processor time that following one text may take. The masks of an ambiguous grammar take longer with each token, up to a second a node, in
-# which all sessions of the step stand still; those of other forms take less than a millisecond.
-FREE_S, NODE_S = 1.0, 0.01  # of all texts, and for each token and each node of a tree
+# which all sessions of the step stand still; those of other forms take less than a millisecond. Time that is not used is not saved.
+FREE_S, NODE_S = 1.0, 0.01  # at one time, and for each token and each node of a tree
+READ_S = NODE_S / 100  # for each token of a text that is read again
 # Bounded runs of whitespace in JSON: without a bound a model can emit whitespace forever.
 JSON_DEFAULTS = {"whitespace_pattern": r"[ \t\r\n]{1,16}"}
 JSON_RULES = {"lenient": False, "coerce_one_of": False}  # schemas are enforced exactly or refused
@@ -54,29 +55,35 @@ class TreeMatcher:
     def copy(self) -> TreeMatcher:
         return TreeMatcher(self._matcher.deep_copy(), self._vocab_size, self._end_ids, clock=self._clock)
 
-    def advance(self, tokens: Sequence[int]) -> bool:
+    def advance(self, tokens: Sequence[int], *, token_s: float = NODE_S) -> bool:
         """Consume tokens; False if they do not match, or the text may not end where the first token that ends a generation comes: the mask
-        of a node below which nothing fits allows no other. Tokens that end a generation are skipped."""
+        of a node below which nothing fits allows no other. Tokens that end a generation are skipped. token_s: time for each of them."""
         at_end = next((i for i, t in enumerate(tokens) if t in self._end_ids), len(tokens))
-        fits = not self.broken and self._consume(tokens[:at_end])
+        fits = not self.broken and self._consume(tokens[:at_end], token_s)
         if fits and at_end < len(tokens):
-            fits = self._matcher.is_accepting() and self._consume(tokens[at_end:])
+            fits = self._matcher.is_accepting() and self._consume(tokens[at_end:], token_s)
         self._notice()
         return fits and not self.broken
 
-    def _consume(self, tokens: Sequence[int]) -> bool:
-        text = [int(t) for t in tokens if t not in self._end_ids]
-        with self._timed(len(text)):
-            return bool(self._matcher.try_consume_tokens(text) == len(text))
+    def _consume(self, tokens: Sequence[int], token_s: float) -> bool:
+        """One by one: during a call the whole interpreter stands still, and for a long ambiguous text it takes minutes."""
+        for token in tokens:
+            if token in self._end_ids:
+                continue
+            with self._timed(token_s):
+                fits = self._matcher.try_consume_tokens([int(token)]) == 1
+            if not fits or self.broken:
+                return False
+        return True
 
     @contextmanager
-    def _timed(self, num_tokens: int) -> Iterator[None]:
-        """Around work on so many tokens or nodes. `broken` afterwards if all the work on this text has taken too long."""
+    def _timed(self, free_s: float) -> Iterator[None]:
+        """Around work that may take so long. `broken` afterwards if the work on this text takes longer, by FREE_S in all."""
         start_s = self._clock()
         try:
             yield
         finally:
-            self._left_s += num_tokens * NODE_S - (self._clock() - start_s)
+            self._left_s = min(FREE_S, self._left_s + free_s - (self._clock() - start_s))
             if self._left_s < 0 and not self.broken:
                 self.broken = f"takes more than {NODE_S:g} s a token to follow"
 
@@ -92,24 +99,24 @@ class TreeMatcher:
         return words.view(np.uint8)
 
     def _fill(self, matcher: Any, tree: TokenTree, node: int, words: NDArray[np.int32]) -> None:
-        """Fills the mask of `node`, at which the matcher is, and of all nodes below it. Each child has a copy of the matcher, because one
+        """Fills the mask of `node`, at which the matcher is, and of all nodes below it. Children have copies of the matcher, because one
         that has exceeded its limits cannot be rolled back. Once all of it has taken too long nothing more is computed: the generation is
         aborted in this round."""
         row = words[node]
-        with self._timed(1):
+        with self._timed(NODE_S):
             if not matcher.is_error() and not self.broken:
                 matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if matcher.is_error() or self.broken:
             row[:] = self._end_only()
-        for child in tree.children[node]:
+        children = [child for child in tree.children[node] if int(tree.token[child]) not in self._end_ids]
+        for child in children:
             token = int(tree.token[child])
-            if token in self._end_ids:
-                continue
             if self.broken:
                 self._fill(matcher, tree, child, words)
                 continue
-            with self._timed(0):
-                below = matcher.deep_copy()
+            with self._timed(0.0):
+                # A copy takes time in the length of the text, so the last child takes the parent's, unless it is that of the text itself.
+                below = matcher if node and child == children[-1] else matcher.deep_copy()
                 follows = below.is_error() or below.try_consume_tokens([token]) == 1 or below.is_error()
             if follows:
                 self._fill(below, tree, child, words)
@@ -148,8 +155,8 @@ class Grammars:
         """
         with self._lock:
             matcher = self._compiled(wanted).copy()
-        if not matcher.advance(tuple(committed)):
-            raise InvalidGrammar(wanted.form.value, "committed", "tokens do not fit it")
+        if not matcher.advance(tuple(committed), token_s=READ_S):
+            raise InvalidGrammar(wanted.form.value, "committed", matcher.broken or "tokens do not fit it")
         return matcher
 
     def _compile(self, wanted: Structure) -> TreeMatcher:

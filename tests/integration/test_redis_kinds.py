@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -160,9 +160,24 @@ async def test_an_acl_user_limited_to_the_key_prefix_suffices() -> None:
         assert "wrong" not in str(caught.value)
 
 
+async def test_a_name_that_leads_to_another_master_is_followed() -> None:
+    """The old one keeps its connections open and refuses writes, as a replica of the new one: workers went on asking it, and were gone for
+    all others. (Redis 6 does not tell a script's refusal from its other errors.)"""
+    worker = Worker("verifier", "v-1", "large", "h:1")
+    with RedisProcess() as old, RedisProcess() as new, redis.Redis(port=old.port) as client:
+        master = old
+        async with proxy(lambda: master.port) as port, open_registry(f"redis://127.0.0.1:{port}/0") as registry:
+            await registry.publish(worker)
+            master = new
+            client.execute_command("REPLICAOF", "127.0.0.1", new.port)
+            await registry.publish(worker)
+            assert await registry.workers("verifier", "large") == (worker,)
+
+
 @asynccontextmanager
-async def tls_proxy(port: int, context: ssl.SSLContext) -> AsyncIterator[int]:
-    """The port of a TLS proxy in front of `port` (the Redis server of the tests is built without TLS)."""
+async def proxy(port: Callable[[], int], context: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+    """The port of a proxy that leads each new connection to `port()`, with TLS (the Redis server of the tests is built without it) if there
+    is a context."""
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -175,7 +190,7 @@ async def tls_proxy(port: int, context: ssl.SSLContext) -> AsyncIterator[int]:
             writer.close()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port)
+        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port())
         await asyncio.gather(copy(reader, inner_writer), copy(inner_reader, writer))
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
@@ -192,7 +207,7 @@ async def test_mutual_tls(tmp_path: Path) -> None:
     context.load_cert_chain(server_side.certificate, server_side.key)
     context.verify_mode = ssl.CERT_REQUIRED
     with RedisProcess() as server:
-        async with tls_proxy(server.port, context) as port:
+        async with proxy(lambda: server.port, context) as port:
 
             def url(certificates: object = client_side, ca: Path = authority.file) -> str:
                 own = f"ssl_certfile={certificates.certificate}&ssl_keyfile={certificates.key}"

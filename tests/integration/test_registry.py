@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import pytest
 import redis.asyncio
@@ -133,6 +133,62 @@ async def test_without_redis_the_last_word_holds_and_a_redis_that_comes_back_emp
                         await asyncio.sleep(0.02)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_workers_stay_known_while_redis_refuses_writes(registry: Registry) -> None:
+    """Nobody can register with a full Redis, which goes on answering: gateways saw all verifiers vanish, and refused every request."""
+    registry.heartbeat_s = 0.1
+    ask = registry_discovery(registry, "drafter", "fast")._ask
+
+    async def known() -> list[str]:
+        return [peer.address for peer in await ask()]
+
+    for number in (1, 2):
+        await registry.publish(worker(number))
+    both = await known()
+    assert both == [worker(1).address, worker(2).address]
+    await registry._client.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(RegistryUnavailable):
+            await registry.publish(worker(1))
+        async with asyncio.timeout(60):
+            while await registry.workers("drafter", "fast"):
+                await asyncio.sleep(0.01)
+        with pytest.raises(RegistryUnavailable, match="none of 2 workers"):
+            await ask()
+    finally:
+        await registry._client.config_set("maxmemory", 0)
+    registry.heartbeat_s = 60.0  # what comes now is within the time that workers have to register again
+    with suppress(RegistryUnavailable):
+        await ask()
+    await registry.publish(worker(2))
+    assert await known() == both
+    registry.heartbeat_s = BEAT_S
+
+
+async def test_workers_that_do_not_register_again_are_gone(registry: Registry) -> None:
+    registry.heartbeat_s = 0.1
+    ask = registry_discovery(registry, "drafter", "fast")._ask
+
+    async def until_known(*numbers: int) -> None:
+        addresses = [worker(number).address for number in numbers]
+        async with asyncio.timeout(60):
+            while True:
+                with suppress(RegistryUnavailable):  # on a busy machine a worker misses beats
+                    if [peer.address for peer in await ask()] == addresses:
+                        return
+                await asyncio.sleep(0.01)
+
+    await registry.publish(worker(1))
+    await until_known(1)
+    async with asyncio.timeout(60):
+        while await registry.workers("drafter", "fast"):
+            await asyncio.sleep(0.01)
+    with pytest.raises(RegistryUnavailable):
+        await ask()
+    async with registered(registry, lambda: worker(2)):
+        await until_known(2)
+    await until_known()  # it has ended in order
 
 
 async def test_watchers_cancelled_while_redis_dies_end() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from support.structured import EOS, TEXTS, VOCAB, allowed, grammars, text
 
 from rootward.core.requests import Form, Structure
 from rootward.core.tree import TokenTree, root_only
-from rootward.engine.grammar import Grammars, TreeMatcher, Vocabulary
+from rootward.engine.grammar import READ_S, Grammars, TreeMatcher, Vocabulary
 from rootward.errors import InvalidGrammar, UnsupportedParameter
 
 SCHEMA = {
@@ -188,12 +189,15 @@ class Slow:
     """A matcher of which each call takes so many seconds of processor time; `clock` reads it."""
 
     def __init__(self, call_s: float) -> None:
-        self.call_s, self.used_s, self.num_masks = call_s, 0.0, 0
+        self.call_s, self.used_s, self.num_masks, self.num_copies = call_s, 0.0, 0, 0
+        self.token_s = 0.0  # of each token of a call that consumes some
+        self.longest = 0  # most tokens of one call
 
     def clock(self) -> float:
         return self.used_s
 
     def deep_copy(self) -> Slow:
+        self.num_copies += 1
         return self
 
     def is_error(self) -> bool:
@@ -204,6 +208,8 @@ class Slow:
         self.num_masks += 1
 
     def try_consume_tokens(self, tokens: list[int]) -> int:
+        self.used_s += self.token_s * len(tokens)
+        self.longest = max(self.longest, len(tokens))
         return len(tokens)
 
 
@@ -230,3 +236,49 @@ def test_a_form_that_takes_long_once_is_followed_on() -> None:
         matcher.masks(root_only())
         assert matcher.advance([TEXTS.index("a")])
     assert not matcher.broken
+
+
+def test_a_text_that_takes_too_long_to_read_again_is_refused() -> None:
+    """A client may say what the output was so far. An ambiguous form took minutes for a thousand tokens of it, in which the interpreter
+    stood still."""
+    slow = Slow(0.0)
+    slow.token_s = 0.3
+    matcher = TreeMatcher(slow, VOCAB, frozenset({EOS}), clock=slow.clock)
+    assert not matcher.advance([TEXTS.index("a")] * 1000, token_s=READ_S)
+    assert matcher.broken
+    assert slow.used_s < 2.0
+    assert slow.longest == 1
+
+
+def test_the_real_matcher_reads_an_ambiguous_text_within_its_limits() -> None:
+    wanted = Structure(Form.GRAMMAR, 'start: s\ns: "a" | s s | s s s')
+    start_s = time.thread_time()
+    with pytest.raises(InvalidGrammar, match="grammar: 'committed' takes more than"):
+        grammars().matcher(wanted, [TEXTS.index("a")] * 400)
+    assert time.thread_time() - start_s < 5.0
+
+
+def test_time_that_was_not_used_is_not_saved() -> None:
+    """Otherwise a long text of an easy form would pay for minutes of a hard one."""
+    slow = Slow(0.001)
+    matcher = TreeMatcher(slow, VOCAB, frozenset({EOS}), clock=slow.clock)
+    for _ in range(2000):
+        matcher.masks(root_only())
+        assert matcher.advance([TEXTS.index("a")])
+    slow.call_s, slow.num_masks = 0.3, 0
+    for _ in range(10):
+        matcher.masks(root_only())
+    assert slow.num_masks == 4
+    assert matcher.broken
+
+
+def test_a_chain_takes_one_copy() -> None:
+    """A copy takes time in the length of the text."""
+    slow = Slow(0.0)
+    matcher = TreeMatcher(slow, VOCAB, frozenset({EOS}), clock=slow.clock)
+    a = TEXTS.index("a")
+    matcher.masks(TokenTree([a] * 16, range(-1, 15), [False] * 16))
+    assert slow.num_copies == 1
+    slow.num_copies = 0
+    matcher.masks(TokenTree([a, a, a + 1, a, a + 1], [-1, 0, 0, 1, 1], [False] * 5))
+    assert slow.num_copies == 3

@@ -2,13 +2,15 @@
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 from unit.gateway.service_for_tests import IDS, at_rest, ids_of, serving
-from unit.gateway.verifier_for_tests import SpellingVerifier
+from unit.gateway.verifier_for_tests import MODEL, SpellingVerifier
 
-from gateway.choices import Tally, coalesced, concurrent_deltas, outputs
+from gateway.choices import Tally, coalesced, concurrent_deltas, outputs, tokenised
 from gateway.requests import Delta, Ending, GenerateRequest
+from gateway.tokenizer import INLINE_CHARACTERS
 from rootward.client.types import Timing, Usage
 from rootward.core.requests import FinishReason, SpeculationStats
 from rootward.errors import InvalidRequest, RootwardError
@@ -48,6 +50,26 @@ async def test_all_outputs_arrive_and_usage_counts_each_prompt_once():
         assert tally.only is None
         assert {(r.seed, r.choice) for r in verifier.requests} == {(5, 0), (5, 1), (5, 2)}
         await at_rest(service, verifier)
+
+
+async def test_many_long_prompts_of_one_request_take_one_place_of_the_tokenizer():
+    """Tokenised all at once they took all places: the request was refused as one too many, and so were those of others meanwhile."""
+    verifier = SpellingVerifier(model=replace(MODEL, max_positions=4096), max_sessions=8)
+    async with serving(verifier) as service:
+        most, run = 0, service.tokenizer_pool.run
+
+        async def counted(size, call, *arguments):
+            nonlocal most
+            most = max(most, service.tokenizer_pool._num_calls)
+            return await run(size, call, *arguments)
+
+        service.tokenizer_pool.run = counted
+        made = outputs(GenerateRequest("", request_id="r", max_tokens=1), ["a" * INLINE_CHARACTERS + "b"] * 100)
+        tally = Tally()
+        async for delta in concurrent_deltas(service.generate, await tokenised(made, service.prompt_ids)):
+            tally.add(delta)
+        assert len(tally.endings) == 100
+        assert most <= 1
 
 
 async def test_others_run_between_the_beginnings_of_the_outputs():

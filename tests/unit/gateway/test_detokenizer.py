@@ -94,3 +94,21 @@ def test_the_window_stays_short():
     for token in [*tokenizer.encode("the stop string " * 50), *broken]:
         stream.push(token)
     assert longest <= _MOVE_ANYWAY_AT
+
+
+@pytest.mark.parametrize("before", ["", "the ", "日本"])
+def test_tokens_without_text_do_not_pile_up_in_the_window(before):
+    """Padding of the vocabulary has ids that the tokenizer does not know: each of them was decoded with all those before it."""
+    tokenizer = byte_level()
+    longest = 0
+
+    def decode(ids):
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return tokenizer.decode(ids)
+
+    stream = Detokenizer(decode)
+    ids = [*tokenizer.encode(before), *[10**6] * 300, *tokenizer.encode("é stop")] if before else [10**6] * 300
+    text = "".join([*(stream.push(token) for token in ids), stream.flush()])
+    assert text == tokenizer.decode(ids)
+    assert longest <= _MOVE_ANYWAY_AT

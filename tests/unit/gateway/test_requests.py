@@ -6,9 +6,10 @@ import pytest
 from unit.gateway.service_for_tests import at_rest, collect, serving
 from unit.gateway.verifier_for_tests import END_ID, MODEL, SpellingVerifier
 
+from gateway.choices import Tally
 from gateway.planning import make_plan
-from gateway.requests import Chat, GenerateRequest
-from rootward.core.requests import DraftMode, DraftStrategy, Rule, Sampling, Speculation
+from gateway.requests import Chat, Delta, GenerateRequest
+from rootward.core.requests import DraftMode, DraftStrategy, Rule, Sampling, Speculation, TokenLogprob
 from rootward.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 
 
@@ -53,6 +54,23 @@ def test_prompt_logprobs_that_no_message_can_carry_are_refused():
     with pytest.raises(InvalidRequest, match="prompt_logprobs: 20 per token are too many for an answer on 499999"):
         make_plan(wanted, prompt, model)
     assert make_plan(replace(wanted, prompt_logprobs=1), prompt, model).first.prompt_logprobs == 1
+
+
+def test_prompt_logprobs_of_all_choices_and_prompts_are_bounded():
+    """Each takes 450 bytes: 16 choices with those of 20 tokens each ended a gateway that has a gigabyte."""
+    model = replace(MODEL, max_positions=1 << 20)
+    prompt = (5,) * 8000
+    wanted = GenerateRequest(prompt, max_tokens=1, prompt_logprobs=20, n=16)
+    with pytest.raises(InvalidRequest, match="too many for an answer on 7999 tokens in each of 16 choices"):
+        make_plan(wanted, prompt, model)
+    assert make_plan(replace(wanted, n=6), prompt, model).first.prompt_logprobs == 20
+    told = (TokenLogprob(-1.0, ((5, -1.0),) * 20),) * 7999
+    tally = Tally()
+    for index in range(6):
+        tally.add(Delta("r", 0, (), index=index, prompt=prompt, prompt_logprobs=told))
+        tally.add(Delta("r", 0, (), index=index, prompt=prompt, prompt_logprobs=told))
+    with pytest.raises(InvalidRequest, match="prompt_logprobs: 1175853 of all prompts are more than"):
+        tally.add(Delta("r", 0, (), index=6, prompt=prompt, prompt_logprobs=told))
 
 
 async def test_an_empty_prompt_is_the_beginning_token():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.gateway.tokenizers_for_tests import byte_level
 
-from gateway.detokenizer import Output, Span, find_stop, held_back
+from gateway.detokenizer import Output, Span, find_stop, held_back, text_of
 
 TEXT = st.text("ab😀c", max_size=40)
 STOPS = st.lists(st.text("ab😀", min_size=1, max_size=4), max_size=3)
@@ -120,3 +120,23 @@ def test_the_text_looked_at_stays_short_in_a_long_run(monkeypatch):
     spans = out.push(ids, [False] * len(ids)) + out.finish()
     assert "".join(s.text for s in spans) == "abc " * 2000
     assert max(looked_at) < 200
+
+
+def test_tokens_without_text_are_not_looked_at_again_with_each_token(monkeypatch):
+    """A client may have a model write special tokens only, or resume after 100,000 of them: the gateway stood still for seconds."""
+    joined = 0
+
+    def counted(spans):
+        nonlocal joined
+        joined += len(spans)
+        return text_of(spans)
+
+    monkeypatch.setattr("gateway.detokenizer.text_of", counted)
+    (end,) = byte_level().special_ids
+    a, b, c = (byte_level().encode(letter)[0] for letter in "abc")
+    ids = [a, *[end] * 3000, b, c]
+    out = output(["abd"])
+    spans = [span for token in ids for span in out.push([token], [True])] + out.finish()
+    assert [(span.token, span.text) for span in spans if span.text] == [(a, "a"), (b, "b"), (c, "c")]
+    assert [span.token for span in spans] == ids
+    assert joined <= 2 * len(ids)

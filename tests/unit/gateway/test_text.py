@@ -3,9 +3,13 @@
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Fast
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from unit.gateway.tokenizers_for_tests import END, byte_level
 
@@ -125,6 +129,37 @@ def test_special_tokens_in_messages_are_text(said):
     assert end not in ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == f"<user>{said}<assistant>"
     assert end in with_template(special_tokens_in_messages=True).encode_chat(Chat(messages))
+
+
+CONTROL = ("<s>", "</s>", "[INST]", "[/INST]", *(f"[control_{number}]" for number in range(760)))  # as Mistral's
+
+
+def with_control_tokens():
+    fast = Fast.from_str(byte_level()._tokenizer.backend_tokenizer.to_str())
+    fast.add_special_tokens(list(CONTROL))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=fast, eos_token=END, chat_template=TEMPLATE, additional_special_tokens=list(CONTROL)
+    )
+    return HuggingFaceTokenizer(tokenizer)
+
+
+TOKENIZER_WITH_CONTROL = with_control_tokens()
+
+
+@given(st.lists(st.one_of(st.sampled_from([*CONTROL, *"[]<>/s1 _"]), st.text("a[<", max_size=3)), max_size=8))
+@settings(max_examples=200, deadline=None)
+def test_the_first_character_of_each_of_many_special_tokens_is_found(parts):
+    said = "".join(parts)
+    found = [match.start() for match in TOKENIZER_WITH_CONTROL._special.finditer(said)]
+    assert found == [i for i in range(len(said)) if said.startswith((END, *CONTROL), i)]
+
+
+def test_many_special_tokens_do_not_make_the_search_for_them_slow():
+    """Each of them was compared at each character, with the interpreter lock: a long message stopped the gateway for seconds."""
+    messages = [{"role": "user", "content": "[INST" * 80_000}]
+    start_s = time.process_time()
+    assert TOKENIZER_WITH_CONTROL._without_special_tokens(messages) == (messages, "")
+    assert time.process_time() - start_s < 0.5
 
 
 def test_a_special_token_beside_all_characters_for_private_use_is_refused():
