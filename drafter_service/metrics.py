@@ -26,7 +26,7 @@ class Spans:
     def opened(self, key: Key, message: Open) -> None:
         if message.traceparent:
             num_prefix = len(message.prefix)
-            span = start_span("drafter.tree", message.traceparent, request_id=message.session, prefix_tokens=num_prefix)
+            span = start_span("drafter.tree", message.traceparent, prefix_tokens=num_prefix)
             self._trees[key] = span, Counter()
 
     def grew(self, key: Key, grow: Grow) -> None:

@@ -25,7 +25,7 @@ from gateway.watching import Watching
 from rootward.addresses import is_loopback
 from rootward.discovery.registry import Registry, open_registry
 from rootward.discovery.sources import open_sources
-from rootward.wire.auth import BytesInFlight
+from rootward.wire.auth import BytesInFlight, RefusalLog
 from rootward.wire.channel import public
 from rootward.wire.clients import RemoteVerifier
 from rootward.wire.http_server import HttpServer
@@ -42,7 +42,6 @@ async def serve(settings: GatewaySettings) -> None:
         http = HttpServer(settings.http_listen, tls=settings.public_tls, max_connections=settings.max_http_connections)
         admin = await stack.enter_async_context(admin_port(settings.admin_listen))
         keys = Keys(settings.api_keys) if settings.api_keys else None
-        access = Access(keys, [served.name for served in settings.served], local=is_loopback(settings.listen))
         store = open_store(settings.redis_url, prefix=settings.redis_prefix)
         stack.push_async_callback(store.close)
         stored = ResponseStore(
@@ -56,12 +55,15 @@ async def serve(settings: GatewaySettings) -> None:
             registry = await stack.enter_async_context(open_registry(settings.redis_url, prefix=settings.redis_prefix))
         models = await _models(settings, store, registry, stack)
         in_flight = BytesInFlight(settings.max_bytes_in_flight)
+        refusals = RefusalLog(refused=models.calls.refused)
+        access = Access(keys, models.names, local=is_loopback(settings.listen), refusals=refusals)
         server = RpcServer(
             settings.listen,
             transport=public(settings.max_request_bytes),
             tls=settings.public_tls,
             checks=(access.check_rpc,),
             in_flight=in_flight,
+            refusals=refusals,
             grace_s=1.0,
         )
         await stack.enter_async_context(server)
@@ -79,6 +81,7 @@ async def serve(settings: GatewaySettings) -> None:
                 ),
                 max_body_bytes=settings.max_request_bytes,
                 in_flight=in_flight,
+                refused=models.calls.refused,
                 hosts=settings.http_hosts,
             )
             served = for_web_pages(access.around(app), settings.http_allowed_origins)

@@ -24,6 +24,7 @@ from gateway import answer_schemas, response_schemas, schemas
 from gateway.answers import ChatAnswer, CompletionAnswer
 from gateway.auth import tenant
 from gateway.http_errors import error_response, invalid_body, json_response, not_served, request_id_of
+from gateway.metrics import CallMetrics
 from gateway.models import Models
 from gateway.planning import check_name
 from gateway.requests import GenerateRequest
@@ -31,7 +32,7 @@ from gateway.response_answers import ResponseAnswer
 from gateway.stored_responses import ResponseStore
 from gateway.streaming import GenerationResponse
 from gateway.tools import MARKS, CallFormat, Tools, call_format_of
-from rootward.errors import InvalidRequest, ServiceError, UnsupportedParameter
+from rootward.errors import InvalidRequest, NotFound, ServiceError, UnsupportedParameter
 
 PAGE = Path(__file__).parent / "page"
 GET_OR_HEAD = ["GET", "HEAD"]  # methods of routes that uptime monitors ask
@@ -73,7 +74,7 @@ def build_app(
     )
     app.openapi = partial(_openapi, app)  # type: ignore[method-assign]
     for kind in (HTTPException, RequestValidationError, ServiceError, Exception):
-        app.add_exception_handler(kind, _refused)
+        app.add_exception_handler(kind, partial(_refused, models.calls))
 
     def requested(request: Request, body: schemas.GenerationBody) -> GenerateRequest:
         """The request to the service, under the client's id or a new one."""
@@ -95,13 +96,14 @@ def build_app(
             body = body.model_copy(update={"skip_special_tokens": False})
         wanted = replace(requested(request, body), structure=structure)
         answer = kind(service=service, body=body, request=wanted, call_format=form, reasoning=thoughts)
-        return GenerationResponse(answer)
+        return GenerationResponse(answer, models.calls)
 
     @app.post("/v1/completions", responses=_answers(answer_schemas.Completion, EVENTS))
     async def completions(request: Request, body: schemas.CompletionRequest) -> Response:
         """Continues prompts."""
         wanted = requested(request, body)
-        return GenerationResponse(CompletionAnswer(service=models.of(body.model), body=body, request=wanted))
+        answer = CompletionAnswer(service=models.of(body.model), body=body, request=wanted)
+        return GenerationResponse(answer, models.calls)
 
     @app.post("/v1/chat/completions", responses=_answers(answer_schemas.ChatCompletion, EVENTS))
     async def chat_completions(request: Request, body: schemas.ChatRequest) -> Response:
@@ -236,11 +238,12 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    """Every error in OpenAI's form, with the request's id."""
+async def _refused(calls: CallMetrics, request: Request, error: Exception) -> Response:
+    """Every error in OpenAI's form, with the request's id. Those of a generation are in its own answer."""
     try:
         headers = {"x-request-id": request_id_of(request.headers)}
     except InvalidRequest as bad_id:
+        calls.refused(bad_id)
         return error_response(bad_id)
     if isinstance(error, RequestValidationError):
         error = invalid_body(error.errors())
@@ -249,6 +252,8 @@ async def _refused(request: Request, error: Exception) -> Response:
             fix = "bytes are no JSON, or nested too deeply; send a JSON object"
             error = InvalidRequest("body", request.headers.get("content-length"), fix)
         else:
+            calls.refused(NotFound("of a path or a method"))
             refusal = not_served(error, method=request.method, path=request.url.path)
             return json_response(refusal.body, status=refusal.status, headers=headers | refusal.headers)
+    calls.refused(error)
     return error_response(error, headers, path=request.url.path)

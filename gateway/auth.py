@@ -195,9 +195,11 @@ class Access:
     """Checks calls against the keys of a gateway and its models: a key must allow one of them, and `Models.of` checks the one that a
     request names. Without keys every caller may generate; administration then needs a gateway on loopback (`local`)."""
 
-    def __init__(self, keys: Keys | None, models: Collection[str], *, local: bool = False):
+    def __init__(
+        self, keys: Keys | None, models: Collection[str], *, local: bool = False, refusals: RefusalLog | None = None
+    ):
         self._keys, self._models, self._local = keys, models, local
-        self._refusals = RefusalLog()
+        self._refusals = refusals or RefusalLog()
 
     def check_rpc(self, method: str, context: Context) -> None:
         """`rootward.wire.auth.Check` of the gRPC server."""

@@ -22,7 +22,7 @@ from gateway.metrics import Metrics
 from gateway.planning import Plan
 from gateway.requests import Delta, Ending
 from gateway.resuming import FINISH, StreamInterrupted
-from gateway.router import Stream, Upstream, Upstreams, choose
+from gateway.router import PrefixKeys, Stream, Upstream, Upstreams, choose
 from gateway.session_store import Run
 from gateway.watching import WatchedRequest
 from rootward.client.types import Round, Timing, Usage
@@ -95,8 +95,8 @@ class Cutoff:
 class Generation:
     """One request on this gateway. Iterate `deltas` once. All times are seconds of the loop's clock.
 
-    An entry that has tokens is resumed: the first deltas have these tokens. ended: how the request had finished, if it had. held: tokens of
-    the prompt whose KV each verifier is thought to hold, by name.
+    An entry that has tokens is resumed: the first deltas have these tokens. ended: how the request had finished, if it had. keys, held: of
+    the prefixes of the prompt; tokens of it whose KV each verifier is thought to hold, by name.
     """
 
     def __init__(
@@ -110,13 +110,14 @@ class Generation:
         ledger: Ledger,
         metrics: Metrics,
         watched: WatchedRequest,
+        keys: PrefixKeys,
         held: dict[str, int],
         ended: Finish | None,
         redispatch_wait_s: float,
     ):
         self._plan, self._entry, self._output, self._cutoff = plan, entry, output, cutoff
         self._upstreams, self._ledger, self._metrics = upstreams, ledger, metrics
-        self._watched, self._held, self._ended = watched, held, ended
+        self._watched, self._keys, self._held, self._ended = watched, keys, held, ended
         self._redispatch_wait_s = redispatch_wait_s
         self._now = asyncio.get_running_loop().time
         self._started = self._now()
@@ -196,7 +197,7 @@ class Generation:
         upstream = choice.upstream
         self._ledger.note(self._entry, verifier=upstream.name)
         self._process = upstream.holder
-        self._ledger.computed(self._plan.first, (), self._process)
+        self._ledger.computed(self._keys, (), self._process)
         self._watched.sent(upstream.name, self._entry.epoch)
         return upstream
 
@@ -304,7 +305,7 @@ class Generation:
             warnings=self._plan.warnings,
         )
         if self._process:
-            self._ledger.computed(first, entry.tokens, self._process)
+            self._ledger.computed(self._keys, entry.tokens, self._process)
         self._ledger.note(entry, finish=FINISH.dump_json(Finish(reason, None, ending.stats)).decode())
         return self._delta(spans, ending, rounds)
 

@@ -46,6 +46,7 @@ class RequestGuard:
 
     max_body_bytes: of the endpoints that take a body (POST).
     in_flight: budget of the process.
+    refused: told of every refusal.
     hosts: names of a server that is open to everybody on this machine. Otherwise web pages in a browser could use it, by a name of their
         own that resolves to loopback (DNS rebinding) or by a form, whose content type is not JSON. None: any name.
     """
@@ -56,9 +57,11 @@ class RequestGuard:
         *,
         max_body_bytes: int,
         in_flight: BytesInFlight,
+        refused: Callable[[ServiceError], None] = lambda error: None,
         hosts: Collection[str] | None = None,
     ):
         self._app, self._max_body_bytes, self._in_flight, self._hosts = app, max_body_bytes, in_flight, hosts
+        self._refused = refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,6 +86,7 @@ class RequestGuard:
                     # It was answered, and goes on to the server, which logs it: without its text, which may be of a prompt.
                     raise RuntimeError(type(error).__name__).with_traceback(error.__traceback__) from None
             except ServiceError as error:
+                self._refused(error)
                 await error_response(error, id_header(headers))(scope, receive, send)
 
     def _check_host(self, headers: Headers) -> None:

@@ -13,13 +13,14 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from weakref import WeakValueDictionary
 
 import structlog
 
 from gateway.admission import retry_after_s
 from gateway.redis_store import Store
 from gateway.requests import as_chosen
-from gateway.router import TTL_S, IsHeld, Prefixes, prefix_keys, prefix_lengths, tokens_held
+from gateway.router import TTL_S, IsHeld, Prefixes, PrefixKeys, prefix_lengths, tokens_held
 from gateway.session_store import (
     INTERRUPTED,
     KEPT_AFTER_END_S,
@@ -27,6 +28,7 @@ from gateway.session_store import (
     Rate,
     Record,
     Run,
+    StoreRefused,
     StoreUnavailable,
     Write,
     stale,
@@ -100,6 +102,9 @@ class Ledger:
     ):
         self._store, self._now, self._model, self._is_held = store, now, model, is_held
         self.prefixes = Prefixes(now, is_held)
+        self._keys: WeakValueDictionary[int, PrefixKeys] = (
+            WeakValueDictionary()
+        )  # by the identity of the prompt, which they hold
         self._stand_in = MemoryStore(now=now)  # for quotas and poison while the store does not answer
         self._lease_s, self._flush_s = lease_s, flush_s
         self._entries: set[Entry] = set()
@@ -111,8 +116,8 @@ class Ledger:
         """Ask the store once, so that a gateway that starts without it does not make its first requests wait."""
         try:
             await self._store.ping()
-        except StoreUnavailable:
-            self._mark_down()
+        except StoreUnavailable as error:
+            self._mark_down(error)
 
     # -- Leases ---------------------------------------------------------------------------------------------------------
 
@@ -132,9 +137,11 @@ class Ledger:
         try:
             async with self._answering():
                 lease = await self._store.begin(request_id, holder, self._lease_s, fields, least_epoch=least_epoch)
-        except StoreUnavailable:
-            self._mark_down()
+        except StoreUnavailable as error:
+            self._mark_down(error)
             lease, due = Lease(request_id, least_epoch, holder), set(fields)
+            if isinstance(error, StoreRefused):  # nor would it take writes
+                return Entry(lease, asked + self._lease_s, fields=fields)
         return self._entered(Entry(lease, asked + self._lease_s, fields=fields, due=due))
 
     async def take_over(self, request_id: str, digest: str) -> tuple[Entry | None, Record]:
@@ -155,8 +162,8 @@ class Ledger:
         try:
             async with self._answering():
                 lease, record = await self._store.take_over(request_id, _holder(), self._lease_s, digest)
-        except StoreUnavailable:
-            self._mark_down()
+        except StoreUnavailable as error:
+            self._mark_down(error)
             message = f"request {as_chosen(request_id)!r} cannot be resumed while the session store is gone"
             raise Unavailable(message, retry_after_s=DOWN_PAUSE_S) from None
         if lease is None:
@@ -179,8 +186,8 @@ class Ledger:
         try:
             entry.lease = await self._store.next_epoch(entry.lease, self._lease_s, above)
             entry.held_until = asked + self._lease_s
-        except StoreUnavailable:
-            self._mark_down()
+        except StoreUnavailable as error:
+            self._mark_down(error)
             if above:
                 raise stale(entry.lease.request_id) from None
             if self._now() >= entry.held_until:
@@ -278,19 +285,25 @@ class Ledger:
                     await held.enter_async_context(self._store.suspicion())
             yield
 
-    def computed(self, request: VerifierRequest, output: Sequence[int], process: str) -> None:
-        """This process of a verifier holds the KV of this prompt and output, or will soon."""
-        self.prefixes.sent(prefix_keys(self._model(), request, output), process)
+    def keys(self, request: VerifierRequest) -> PrefixKeys:
+        """Keys of the prefixes of its prompt. Choices of one request have one tuple as their prompt, and share its keys while they run."""
+        keys = self._keys.get(id(request.prompt))
+        if keys is None or keys.about != PrefixKeys.of(self._model(), request):
+            keys = self._keys[id(request.prompt)] = PrefixKeys(self._model(), request)
+        return keys
+
+    def computed(self, keys: PrefixKeys, output: Sequence[int], process: str) -> None:
+        """This process of a verifier holds the KV of the prompt of these keys and of this output, or will soon."""
+        self.prefixes.sent(keys.with_output(output), process)
         self._dirty.set()
 
-    async def held(self, request: VerifierRequest) -> dict[str, int]:
+    async def held(self, keys: PrefixKeys) -> dict[str, int]:
         """The number of tokens of a prompt that each verifier is thought to hold. Waits for the store for at most HINT_S."""
-        keys = prefix_keys(self._model(), request)
-        held = tokens_held(self.prefixes.holders(keys), self._is_held)
-        if keys and max(held.values(), default=0) < prefix_lengths(len(request.prompt))[-1]:
+        held = tokens_held(self.prefixes.holders(keys.keys), self._is_held)
+        if keys.keys and max(held.values(), default=0) < prefix_lengths(len(keys.prompt))[-1]:
             with suppress(StoreUnavailable):
                 async with self._answering(HINT_S):
-                    shared = await self._store.hints(self._model(), keys)
+                    shared = await self._store.hints(self._model(), keys.keys)
                 for name, tokens in tokens_held(shared, self._is_held).items():
                     held[name] = max(tokens, held.get(name, 0))
         return held
@@ -321,8 +334,8 @@ class Ledger:
                     left = await self._write(list(due))
                     due = left and left | {entry for entry in self._entries if self._is_late(entry)}
                 await self._store.put_hints(self._model(), self.prefixes.take_unpublished(), TTL_S)
-            except StoreUnavailable:
-                self._mark_down()
+            except StoreUnavailable as error:
+                self._mark_down(error)
                 self.prefixes.take_unpublished()  # they would pile up, and later be published as if they were new
                 too_old = self._now() - KEPT_AFTER_END_S
                 self._entries = {e for e in self._entries if not e.ended or e.ended_at > too_old}
@@ -348,7 +361,10 @@ class Ledger:
         left = {entry for entry, write in zip(held, writes, strict=True) if write.end < len(entry.tokens)}
         lengths = await self._store.write(writes, self._lease_s)
         for entry, write, length in zip(held, writes, lengths, strict=True):
-            if entry.lease == write.lease:  # else another attempt began meanwhile, and this result is of the old one
+            if isinstance(length, StoreRefused):  # again and again: it runs on unrecorded
+                log.error("request_unrecorded", error=str(length))
+                self._entries.discard(entry)
+            elif entry.lease == write.lease:  # else another attempt began meanwhile, and this result is of the old one
                 self._written(entry, write, length, asked)
         return {
             entry for entry, length in zip(held, lengths, strict=True) if entry in left and entry.recorded == length
@@ -387,7 +403,11 @@ class Ledger:
         except TimeoutError:
             raise StoreUnavailable("the session store is slow") from None
 
-    def _mark_down(self) -> None:
+    def _mark_down(self, error: StoreUnavailable) -> None:
+        """The store has failed, unless it refuses one request alone."""
+        if isinstance(error, StoreRefused):
+            log.error("request_unrecorded", error=str(error))
+            return
         if not self.down:
             log.warning("session_store_down", running=len(self._entries))
         self.down = True

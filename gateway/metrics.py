@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from prometheus_client import CollectorRegistry
@@ -71,6 +73,26 @@ class Metrics:
         return RequestMetrics(self)
 
 
+class CallMetrics:
+    """Counts the calls of both fronts, and of all models, that are refused before a generation begins."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        meaning = "Calls of gRPC and HTTP that were refused before a generation, by cause."
+        self._refused = metrics.counter(registry, "calls_refused", meaning, "reason")
+
+    def refused(self, error: Exception) -> None:
+        self._refused.labels(reason_of(error)).inc()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the error of this block."""
+        try:
+            yield
+        except Exception as error:
+            self.refused(error)
+            raise
+
+
 class RequestMetrics:
     """Counts one generation from its deltas. A context manager, which also counts errors and cancellations."""
 
@@ -102,7 +124,7 @@ class RequestMetrics:
         if not isinstance(error, Exception):
             self._metrics.cancelled.labels(self._phase).inc()
             return
-        reason = error.reason.lower() if isinstance(error, ServiceError) else "internal"
+        reason = reason_of(error)
         self._metrics.refused.labels(reason).inc()
         if isinstance(error, Overloaded | Unavailable):
             self._metrics.rejected.labels(reason).inc()
@@ -132,3 +154,8 @@ class RequestMetrics:
         own.inference.observe((timing.total_ms - timing.queue_ms) / 1000)
         if usage.completion_tokens > 1:
             own.tpot.observe(timing.decode_ms / 1000 / (usage.completion_tokens - 1))
+
+
+def reason_of(error: Exception) -> str:
+    """The cause of a failure as a label."""
+    return error.reason.lower() if isinstance(error, ServiceError) else "internal"

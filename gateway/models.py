@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from prometheus_client import CollectorRegistry
 
 from gateway.auth import caller
+from gateway.metrics import CallMetrics
 from gateway.router import Upstream
 from gateway.service import GatewayService
 from rootward.client.types import Load, VerifierLoad
@@ -27,7 +28,8 @@ class Models:
         if by_model or len(services) > 1:
             self.registry.register(ByModel({name: s.metrics.registry for name, s in self._services.items()}))
         else:
-            self.registry = services[0].metrics.registry
+            self.registry.register(services[0].metrics.registry)
+        self.calls = CallMetrics(self.registry)
         self.watching = services[0].watching  # shared by all
         self.drained = asyncio.Event()  # set at the end of `start_draining`
 

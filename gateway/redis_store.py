@@ -31,6 +31,7 @@ second run finds what the first one took, and takes it no second time.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -40,8 +41,9 @@ from uuid import uuid4
 
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.lock import Lock
-from redis.exceptions import LockError, NoScriptError
+from redis.exceptions import LockError, NoScriptError, ResponseError
 
+from gateway.requests import as_chosen
 from gateway.router import Holders
 from gateway.session_store import (
     KEPT_AFTER_END_S,
@@ -50,6 +52,7 @@ from gateway.session_store import (
     Rate,
     Record,
     Run,
+    StoreRefused,
     StoreUnavailable,
     Write,
     another_request,
@@ -163,6 +166,7 @@ return 0
 
 
 TIMEOUT_S = 2.0
+_CODE = re.compile(r"\b[A-Z]{3,}\b")  # in the text of an error
 
 Arguments = list[str | int]
 
@@ -175,7 +179,8 @@ def open_store(url: str, *, prefix: str = KEY_PREFIX, timeout_s: float = TIMEOUT
 
 
 class RedisStore:
-    """`MemoryStore` has the documentation of the methods. StoreUnavailable when Redis does not answer within `timeout_s`."""
+    """`MemoryStore` has the documentation of the methods. StoreUnavailable when Redis does not answer within `timeout_s` or serves nobody;
+    StoreRefused when it answers calls about one request with an error, such as WRONGTYPE."""
 
     def __init__(self, client: Redis | RedisCluster, *, prefix: str, timeout_s: float):
         self._client, self._prefix, self._clock = client, prefix, SystemClock()
@@ -205,7 +210,7 @@ class RedisStore:
         self, request_id: str, holder: str, ttl_s: float, about: Mapping[str, str], *, least_epoch: int = 1
     ) -> Lease:
         arguments = [*self._held(holder, 0, ttl_s), least_epoch, *_flat(about)]
-        async with self._answering():
+        async with self._answering_about(request_id):
             epoch = await self._begin(self._request_keys(request_id), arguments)
         if not epoch:
             raise duplicate(request_id)
@@ -213,7 +218,7 @@ class RedisStore:
 
     async def take_over(self, request_id: str, holder: str, ttl_s: float, digest: str) -> tuple[Lease | None, Record]:
         arguments = [*self._held(holder, 0, ttl_s), digest]
-        async with self._answering():
+        async with self._answering_about(request_id):
             epoch, flat, log = await self._take_over(self._request_keys(request_id), arguments)
         if int(epoch) < 0:
             raise another_request(request_id)
@@ -222,25 +227,47 @@ class RedisStore:
 
     async def next_epoch(self, lease: Lease, ttl_s: float, above: int = 0) -> Lease:
         arguments = [*self._held(lease.holder, lease.epoch, ttl_s), above]
-        async with self._answering():
+        async with self._answering_about(lease.request_id):
             epoch = await self._next(self._request_keys(lease.request_id), arguments)
         if not epoch:
             raise stale(lease.request_id)
         return Lease(lease.request_id, int(epoch), lease.holder)
 
-    async def write(self, writes: Sequence[Write], ttl_s: float) -> list[int]:
+    @asynccontextmanager
+    async def _answering_about(self, request_id: str) -> AsyncGenerator[None]:
+        async with self._answering():
+            try:
+                yield
+            except ResponseError as error:
+                if _is_of_keys(error):
+                    raise _refused(request_id, error) from error
+                raise
+
+    async def write(self, writes: Sequence[Write], ttl_s: float) -> list[int | StoreRefused]:
         """All writes in one round trip."""
         keys = [self._request_keys(write.lease.request_id) for write in writes]
         arguments = [self._arguments(write, ttl_s) for write in writes]
         async with self._answering():
-            try:
-                pipeline: Any = self._client.pipeline(transaction=False)
-                for own, values in zip(keys, arguments, strict=True):
-                    pipeline.execute_command("EVALSHA", self._write.sha, len(own), *own, *values)
-                found = await pipeline.execute()
-            except NoScriptError:  # a server has restarted; single calls load the script where it is missing
-                found = [await self._write(own, values) for own, values in zip(keys, arguments, strict=True)]
-        return [int(length) for length in found]
+            pipeline: Any = self._client.pipeline(transaction=False)
+            for own, values in zip(keys, arguments, strict=True):
+                pipeline.execute_command("EVALSHA", self._write.sha, len(own), *own, *values)
+            found = await pipeline.execute(raise_on_error=False)
+            if any(isinstance(one, NoScriptError) for one in found):
+                # A server has restarted; single calls load the script where it is missing.
+                found = [await self._written(own, values) for own, values in zip(keys, arguments, strict=True)]
+            for error in found:
+                if isinstance(error, Exception) and not _is_of_keys(error):
+                    raise error
+        return [
+            _refused(write.lease.request_id, length) if isinstance(length, Exception) else int(length)
+            for write, length in zip(writes, found, strict=True)
+        ]
+
+    async def _written(self, keys: list[str], arguments: Arguments) -> Any:
+        try:
+            return await self._write(keys, arguments)
+        except ResponseError as error:
+            return error
 
     def _arguments(self, write: Write, ttl_s: float) -> Arguments:
         lease, run = write.lease, write.run
@@ -334,6 +361,16 @@ class RedisStore:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+def _is_of_keys(error: Exception) -> bool:
+    """Whether an error that Redis answers is about the keys of one call. One about the server has a code (OOM, READONLY, MISCONF, …), which
+    Redis 6 writes into the text of a script's error."""
+    return type(error) is ResponseError and set(_CODE.findall(str(error))) <= {"ERR", "WRONGTYPE"}
+
+
+def _refused(request_id: str, error: Exception) -> StoreRefused:
+    return StoreRefused(f"the session store answers for request {as_chosen(request_id)!r} with an error: {error}")
 
 
 def _flat(fields: Mapping[str, str]) -> list[str]:

@@ -76,15 +76,31 @@ def prefix_lengths(num_tokens: int) -> list[int]:
     return list(takewhile(lambda length: length <= num_tokens, _lengths()))
 
 
-def prefix_keys(fingerprint: str, request: VerifierRequest, output: Sequence[int] = ()) -> list[str]:
-    """Keys of the prefixes of its prompt and output, by `prefix_lengths`."""
-    text = (*request.prompt, *output)
-    lengths = prefix_lengths(len(text))
-    if not lengths:
-        return []
-    shared = repr((request.tenant, request.cache_salt))
-    blocks = chain(first_key(fingerprint, shared), text, BLOCK, lengths[-1] // BLOCK)
-    return [blocks[length // BLOCK - 1].hex() for length in lengths]
+class PrefixKeys:
+    """Keys of the prefixes of a prompt, by `prefix_lengths`. Its tokens are hashed once, which takes milliseconds where it is long.
+
+    about: what they depend on beside the tokens
+    """
+
+    def __init__(self, fingerprint: str, request: VerifierRequest):
+        self.about, self.prompt = self.of(fingerprint, request), request.prompt
+        first, num_blocks = first_key(fingerprint, self.about[1]), len(self.prompt) // BLOCK
+        blocks = chain(first, self.prompt, BLOCK, num_blocks)
+        self.keys = [blocks[length // BLOCK - 1].hex() for length in prefix_lengths(len(self.prompt))]
+        self._last = blocks[-1] if blocks else first
+
+    @staticmethod
+    def of(fingerprint: str, request: VerifierRequest) -> tuple[str, str]:
+        """`about` of the keys of a request."""
+        return fingerprint, repr((request.tenant, request.cache_salt))
+
+    def with_output(self, output: Sequence[int]) -> list[str]:
+        """Keys of the prefixes of the prompt and this output behind it."""
+        begin = len(self.prompt) // BLOCK * BLOCK  # of the tokens that are not hashed yet
+        text = (*self.prompt[begin:], *output)
+        blocks = chain(self._last, text, BLOCK, len(text) // BLOCK)
+        lengths = prefix_lengths(begin + len(text))[len(self.keys) :]
+        return [*self.keys, *(blocks[(length - begin) // BLOCK - 1].hex() for length in lengths)]
 
 
 def tokens_held(holders: Sequence[Holders], is_held: IsHeld) -> dict[str, int]:

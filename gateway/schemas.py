@@ -112,7 +112,7 @@ def _flat(text: str) -> str:
     return text
 
 
-def _spellable(value: dict[str, Any]) -> dict[str, Any]:
+def spellable(value: dict[str, Any]) -> dict[str, Any]:
     """Refuses what an answer that repeats it could not spell: integers beyond 64 bits, lone surrogates; and deep nesting."""
     try:
         _flat(orjson.dumps(value).decode())
@@ -128,7 +128,7 @@ Count = Annotated[int, Field(ge=0), WHOLE]
 MaxTokens = Annotated[int, Field(json_schema_extra={"minimum": 0}), WHOLE]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]  # no BeforeValidator: there may be hundreds of thousands in a body
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-JsonObject = Annotated[dict[str, Any], AfterValidator(_spellable)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(spellable)]
 JsonText = Annotated[str, AfterValidator(_flat)]  # a model may have written it, and it may be no JSON
 Texts = Annotated[list[str], Field(fail_fast=True)]
 DraftSize = Annotated[int, Field(ge=1, le=1024), WHOLE]

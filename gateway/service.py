@@ -362,7 +362,8 @@ class GatewayService:
         self, plan: Plan, entry: Entry, record: Record, cutoff: Cutoff, watched: WatchedRequest
     ) -> Generation:
         request = plan.request
-        held = await self._ledger.held(plan.first)
+        keys = self._ledger.keys(plan.first)
+        held = await self._ledger.held(keys)
         if known := record.fields.get("verifier"):
             held[known] = len(plan.first.prompt) + len(entry.tokens)
         detokenizer = self.tokenizer.detokenizer(plan.first.prompt, skip_special_tokens=request.skip_special_tokens)
@@ -375,6 +376,7 @@ class GatewayService:
             ledger=self._ledger,
             metrics=self.metrics,
             watched=watched,
+            keys=keys,
             held=held,
             ended=finish_of(record.fields) if record.finished else None,
             redispatch_wait_s=self.settings.redispatch_wait_s,

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from google.protobuf.message import Message
+from pydantic_core import PydanticCustomError
 
 import rootward
 from gateway.auth import ends_requests_of, rpc_headers, tenant
@@ -24,7 +25,7 @@ from gateway.models import Models
 from gateway.planning import check_length, check_name, refusing
 from gateway.requests import Chat, Delta, Ending, GenerateRequest, Resume, speculation_of
 from gateway.router import Upstream
-from gateway.schemas import MAX_MESSAGES
+from gateway.schemas import MAX_MESSAGES, spellable
 from gateway.service import SLOW_CLIENT_S, GatewayService
 from rootward.client.codec import LOAD, ROUND, TIMING, USAGE
 from rootward.core.requests import Speculation
@@ -71,12 +72,13 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
     async def Generate(self, request: generate_pb2.GenerateRequest, context: Context) -> generate_pb2.GenerateResponse:
         """The whole answer."""
         async with errors_as_status(context, request.request_id):
-            if request.response.trees:
-                fix = "is for GenerateStream; trees are sent as they are verified"
-                raise UnsupportedParameter("response.trees", True, fix)
-            service = self._models.of(request.model)
-            wanted = _request(service, request, context)
-            deltas, tally = await _deltas(service, wanted, context), Tally(wanted.n)
+            with self._models.calls.counting():
+                if request.response.trees:
+                    fix = "is for GenerateStream; trees are sent as they are verified"
+                    raise UnsupportedParameter("response.trees", True, fix)
+                service = self._models.of(request.model)
+                wanted = _request(service, request, context)
+                deltas, tally = await _deltas(service, wanted, context), Tally(wanted.n)
             spans: list[list[Span]] = [[] for _ in range(wanted.n)]
             choices: dict[int, generate_pb2.Choice] = {}
             async with aclosing(deltas):
@@ -98,9 +100,10 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
     ) -> None:
         """Deltas. They are written to the context, not yielded, so that a cancelled call closes the generation at once."""
         async with errors_as_status(context, request.request_id), _slow_clients_end(self._models):
-            service = self._models.of(request.model)
-            wanted = _request(service, request, context)
-            deltas, tally = await _deltas(service, wanted, context), Tally(wanted.n)
+            with self._models.calls.counting():
+                service = self._models.of(request.model)
+                wanted = _request(service, request, context)
+                deltas, tally = await _deltas(service, wanted, context), Tally(wanted.n)
             async with aclosing(coalesced(deltas, request.response.stream_interval)) as runs:
                 async for delta in runs:
                     tally.add(delta)
@@ -110,7 +113,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
                     await context.write(chunk)
 
     async def Tokenize(self, request: generate_pb2.TokenizeRequest, context: Context) -> generate_pb2.TokenizeResponse:
-        async with errors_as_status(context):
+        async with _refusals_as_status(self._models, context):
             special = _optional(request, "add_special_tokens")
             service = self._models.of(request.model)
             kind = request.WhichOneof("prompt")
@@ -124,7 +127,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
     async def Detokenize(
         self, request: generate_pb2.DetokenizeRequest, context: Context
     ) -> generate_pb2.DetokenizeResponse:
-        async with errors_as_status(context):
+        async with _refusals_as_status(self._models, context):
             skip = _optional(request, "skip_special_tokens", True)
             text = await self._models.of(request.model).detokenize(
                 request.token_ids, skip_special_tokens=skip, tenant=tenant(rpc_headers(context))
@@ -169,13 +172,13 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         )
 
     async def GetModelInfo(self, request: control_pb2.GetModelInfoRequest, context: Context) -> control_pb2.ModelInfo:
-        async with errors_as_status(context):
+        async with _refusals_as_status(self._models, context):
             return _model(self._models.of(request.model))
 
     async def ListModels(
         self, request: control_pb2.ListModelsRequest, context: Context
     ) -> control_pb2.ListModelsResponse:
-        async with errors_as_status(context):
+        async with _refusals_as_status(self._models, context):
             return control_pb2.ListModelsResponse(models=map(_model, self._models.listed()))
 
     async def GetLoad(self, request: control_pb2.GetLoadRequest, context: Context) -> control_pb2.LoadInfo:
@@ -185,7 +188,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self, request: control_pb2.WatchSessionRequest, context: Context
     ) -> AsyncIterator[control_pb2.SessionEvent]:
         """Events of a session until the caller leaves, of a request until it has ended."""
-        async with errors_as_status(context):
+        async with _refusals_as_status(self._models, context):
             kind = request.WhichOneof("watched")
             if kind is None or not getattr(request, kind):
                 raise InvalidRequest(kind or "session_id", "", "is missing; send session_id or request_id")
@@ -202,7 +205,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def Drain(self, request: control_pb2.DrainRequest, context: Context) -> control_pb2.DrainResponse:
         """Start a drain; returns at once."""
-        async with errors_as_status(context):
+        async with _refusals_as_status(self._models, context):
             if not 0 <= request.timeout_s < math.inf:
                 raise InvalidRequest("timeout_s", request.timeout_s, "is no time to wait; send seconds of 0 or more")
             running = self._models.load.num_running
@@ -225,6 +228,14 @@ def worker_to_pb(upstream: Upstream) -> control_pb2.WorkerInfo:
         ready=upstream.ready,
         draining=bool(info and info.draining),
     )
+
+
+@asynccontextmanager
+async def _refusals_as_status(models: Models, context: Context) -> AsyncIterator[None]:
+    """Around the body of a handler that generates nothing."""
+    async with errors_as_status(context):
+        with models.calls.counting():
+            yield
 
 
 @asynccontextmanager
@@ -296,9 +307,13 @@ def chat_from_pb(message: generate_pb2.ChatPrompt) -> Chat:
         template_kwargs = json.loads(message.template_kwargs_json or "{}")
     except (ValueError, RecursionError):
         template_kwargs = None
+    given = message.template_kwargs_json[:32]
     if not isinstance(template_kwargs, dict):
-        given = message.template_kwargs_json[:32]
         raise InvalidRequest("chat.template_kwargs_json", given, "is no JSON object")
+    try:
+        spellable(template_kwargs)
+    except PydanticCustomError as error:
+        raise InvalidRequest("chat.template_kwargs_json", given, error.message()) from None
     return Chat(
         tuple(
             {"role": one.role, "content": one.content, **({"name": one.name} if one.name else {})}

@@ -31,6 +31,10 @@ class StoreUnavailable(Unavailable):
     """The session store does not answer. Running requests go on without it."""
 
 
+class StoreRefused(StoreUnavailable):
+    """The session store answers calls about this request with an error. It serves others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Consecutive committed tokens. `accepted` and `logprobs` are as in `Committed`: one per token, or no logprobs at all."""
@@ -176,7 +180,7 @@ class MemoryStore:
         return self._grant(lease.request_id, stored, max(stored.epoch, lease.epoch, above) + 1, lease.holder, ttl_s)
 
     async def write(self, writes: Sequence[Write], ttl_s: float) -> list[int]:
-        """The length of each log afterwards; -1 if another holder drives that request now."""
+        """The length of each log afterwards; -1 if another holder drives that request now. (`RedisStore`: StoreRefused for one refused.)"""
         return [self._write(write, ttl_s) for write in writes]
 
     def _write(self, write: Write, ttl_s: float) -> int:

@@ -16,6 +16,7 @@ from gateway.answers import Answer
 from gateway.choices import coalesced, concurrent_deltas, outputs, tokenised
 from gateway.detokenizer import Span
 from gateway.http_errors import error_response, http_error, json_response
+from gateway.metrics import CallMetrics
 from gateway.requests import Delta
 from gateway.service import SLOW_CLIENT_S
 
@@ -27,9 +28,9 @@ DONE, KEEP_ALIVE = b"data: [DONE]\n\n", b": keep-alive\n\n"
 class GenerationResponse(Response):
     """Generates while it is sent, until the client disconnects."""
 
-    def __init__(self, answer: Answer):
+    def __init__(self, answer: Answer, calls: CallMetrics):
         super().__init__()
-        self._answer = answer
+        self._answer, self._calls = answer, calls
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit_s = self._answer.service.settings.request_timeout_s + SLOW_CLIENT_S
@@ -42,7 +43,8 @@ class GenerationResponse(Response):
         headers = {"x-request-id": answer.request.request_id}
         streaming = False  # the headers of a stream are sent
         try:
-            requests = await tokenised(outputs(answer.request, body.prompts), service.prompt_ids)
+            with self._calls.counting():
+                requests = await tokenised(outputs(answer.request, body.prompts), service.prompt_ids)
             deltas = coalesced(concurrent_deltas(service.generate, requests), body.stream_interval)
             async with aclosing(deltas):
                 if not body.stream:

@@ -7,6 +7,7 @@ growth only: their drafts become orphans, and the nodes that have arrived are ve
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -54,6 +55,10 @@ READ_S = 2e-3  # for each token that it may have to read first
 FRESH_S = 1.0  # age up to which a report of load is used to balance
 LONGEST_FULL_S = 30.0  # between two Opens to a drafter that is full
 MEMORY = 0.2  # weight of the newest gain
+USELESS_PER_S = (
+    8192  # answers without use that are read in a second: an honest drafter sends a few for each tree that is closed
+)
+NODES_AN_ANSWER = 32  # nodes or rows that take as long to read as the rest of an answer
 
 Budget = Callable[[Session, Draft], int | None]
 
@@ -83,9 +88,11 @@ class Link:
         self.gain = 0.0  # tokens per round with its trees
         self.pace = DraftPace()
         self.send_buffer = SendBuffer()
+        self._names_key = secrets.token_bytes(16)  # the drafter learns no name of a tenant, nor of a salt
         self._load, self._load_s, self._num_others = Load(), 0.0, 0
         self._full_until_s, self._num_refusals = 0.0, 0
         self._next_slot = 1
+        self._useless, self._useless_s = 0.0, 0.0  # answers without use, less those that were allowed until this time
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -180,11 +187,15 @@ class Link:
             eos_ids=() if request.stopping.ignore_eos else tuple(session.eos_ids),
             ahead_cap=ahead,
             prediction=request.prediction,
-            tenant=number_of(request.tenant) if request.tenant else 0,
-            cache_salt=number_of(request.cache_salt) if request.cache_salt else 0,
+            tenant=self._unnamed(request.tenant),
+            cache_salt=self._unnamed(request.cache_salt),
             traceparent=traceparent_of(session.span),
             node_budget=None if session.required else session.statistics.usual_nodes or None,
         )
+
+    def _unnamed(self, name: str) -> int:
+        """The number that stands for a name on this link, 0 for none."""
+        return number_of(name, self._names_key) if name else 0
 
     def _draw_seed(self, session: Session, opening: Open) -> int:
         """The key of the drafter's draws. Each drafter has its own: one that knew what another draws for the session could choose by it
@@ -266,6 +277,8 @@ class Link:
                 async with aclosing(drafter.session(self._outbound())) as frames:
                     async for frame in frames:
                         self._receive(frame)
+                        if pause_s := self._pause_s():
+                            await asyncio.sleep(pause_s)
             except asyncio.CancelledError:
                 self.ack = None  # this end closes the stream: the drafter is not down
                 raise
@@ -289,6 +302,14 @@ class Link:
             self._metrics.sent_features(frame)
             yield frame
 
+    def _pause_s(self) -> float:
+        """Time for which nothing is read from a drafter that sends more answers without use than USELESS_PER_S, a second's worth of them
+        aside. To rounds its later frames are as if it had sent them later; what has arrived stays."""
+        now_s = time.monotonic()
+        self._useless = max(0.0, self._useless - USELESS_PER_S * (now_s - self._useless_s))
+        self._useless_s = now_s
+        return max(0.0, self._useless / USELESS_PER_S - 1.0)
+
     def _receive(self, frame: FromDrafter) -> None:
         if frame.grows or frame.need_syncs or frame.rejects:  # a heartbeat answers nothing
             self.unanswered_since_s = None
@@ -297,7 +318,7 @@ class Link:
         if frame.load is not None:
             self._on_load(frame.load)
         for need in frame.need_syncs:
-            self.orphan(need.slot, "lost step")
+            self._useless += self.orphan(need.slot, "lost step") is None
         for reject in frame.rejects:
             self._on_reject(reject)
         for grow in frame.grows:
@@ -324,6 +345,7 @@ class Link:
         """A tree was refused: with a time, until then, jittered so that refused verifiers do not all retry at once; without one for good,
         because context or vocabulary do not fit."""
         draft = self.orphan(reject.slot, reject.reason)
+        self._useless += draft is None
         if not reject.retry_after_ms:
             if draft is not None:
                 draft.refused = True
@@ -336,8 +358,9 @@ class Link:
         self._full_until_s = max(self._full_until_s, until_s)
 
     def _on_grow(self, grow: Grow) -> None:
-        draft = self.drafts.get(grow.slot)
+        draft, size = self.drafts.get(grow.slot), 1 + (len(grow.token) + len(grow.rows)) / NODES_AN_ANSWER
         if draft is None:
+            self._useless += size
             self._metrics.discarded.labels("closed").inc()
             return
         before = len(draft.tree)
@@ -347,11 +370,13 @@ class Link:
             self._on_malformed(grow.slot, str(error))
             return
         self._metrics.grew(received, grow.draft_us)
+        current = grow.base_len == draft.tree.length
+        if not (received.kept or received.stale or (grow.at_rest and current and not draft.at_rest)):
+            self._useless += size  # nodes are bounded by the tree
         if draft.tree.broken:
             self.orphan(grow.slot, received.reason)
             return
         self.breaker.grew()
-        current = grow.base_len == draft.tree.length
         if more := len(draft.tree) - before:
             self._record_growth(draft, grow, more, current=current)
         if not draft.has_growth:  # the last tree that it was sent was accepted

@@ -294,7 +294,6 @@ class Session:
         request, limits = self.request, shape.within(self.request.speculation)
         return Open(
             slot=0,
-            session=request.request_id,
             epoch=request.epoch,
             prefix=(),
             sampling=request.sampling,
@@ -439,6 +438,6 @@ def check_drafter(requested: str, known: Sequence[str]) -> None:
         )
 
 
-def number_of(name: str) -> int:
-    """A 64-bit hash of a name."""
-    return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+def number_of(name: str, key: bytes = b"") -> int:
+    """A 64-bit hash of a name. With a key (16 bytes) nobody without it can find the name by trying names."""
+    return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8, key=key).digest(), "little")

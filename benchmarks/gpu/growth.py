@@ -47,7 +47,7 @@ def opened(model: HuggingFaceModel, law: DraftMode, sessions: int, context: int)
     drafter: Grower[int] = Grower(model, incarnation=1)
     for slot in range(sessions):
         prefix = tuple(np.random.default_rng(slot).integers(0, model.info.vocab_size, context).tolist())
-        message = Open(slot, str(slot), 1, prefix, Sampling(), law, slot, 0, ATOMS, NODES, 8, 4)
+        message = Open(slot, 1, prefix, Sampling(), law, slot, 0, ATOMS, NODES, 8, 4)
         refused = drafter.open(slot, message)
         if refused is not None:
             raise RuntimeError(refused.reason)

@@ -128,7 +128,6 @@ class Open:
     """Starts a tree for a session."""
 
     slot: int
-    session: str
     epoch: int
     prefix: tuple[int, ...]  # prompt + committed tokens; the last one is the root
     sampling: Sampling
@@ -144,10 +143,10 @@ class Open:
     prediction: tuple[int, ...] = ()  # the output that the client expects, from its beginning
     num_prompt: int = 0  # tokens of prefix before the output; read with a prediction
     traceparent: str = ""  # W3C trace context of the session; "": none
-    tenant: int = 0  # 64-bit number of the tenant; tenants share rows fairly
+    tenant: int = 0  # 64-bit number of the tenant, which says nothing of its name; tenants share rows fairly
     node_budget: int | None = None  # nodes that the first round may verify; None: node_cap
     strategy: DraftStrategy = BEST_FIRST
-    cache_salt: int = 0  # texts with different salts never share cached prefixes
+    cache_salt: int = 0  # such a number; texts with different salts never share cached prefixes
     num_features: int = 0  # tokens at the end of prefix whose features follow; a head reads no others
 
     @property

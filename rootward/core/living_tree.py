@@ -123,6 +123,7 @@ class LivingTree:
         self._tokens: list[int] = []  # committed since the tree was opened
         self._spine: dict[int, int] = {}  # node id -> length of the prefix it ends
         self._last_base = length
+        self._num_new = 0  # nodes of this base that have arrived
         self._ends: list[int] = []  # lengths of the text after each round committed since the base of the last frame
 
     @property
@@ -249,10 +250,12 @@ class LivingTree:
         return ""
 
     def _check_size(self, frame: Grow) -> None:
-        """MalformedFrame if a frame has more nodes than can be live under one base."""
+        """MalformedFrame if a frame has more nodes than can be live under one base, alone or with those of that base before it."""
         most = self.node_cap + self.ahead_cap
-        if max(len(frame.token), len(frame.rows) - 1) > most:
-            size = f"{len(frame.token)} nodes and {len(frame.rows)} rows"
+        before = self._num_new if frame.base_len == self._last_base else 0
+        self._num_new = before + max(0, frame.first_node + len(frame.token) - self.next_id)
+        if max(len(frame.token), len(frame.rows) - 1, self._num_new) > most:
+            size = f"{len(frame.token)} nodes and {len(frame.rows)} rows, after {before} nodes,"
             raise MalformedFrame(f"frame: {size} of one base exceed the cap of {most} live nodes")
 
     def _apply(self, frame: Grow) -> Received:

@@ -458,7 +458,7 @@ class HeadTrees:
 
     def compile(self) -> None:
         """Grow a tree, which compiles what has not been."""
-        tree = Compiling(0, (0, 0), Open(0, "", 0, (), Sampling(), DraftMode.SAMPLED, 0, 0, 1, 1, 1, 1, (0,)), 1)
+        tree = Compiling(0, (0, 0), Open(0, 0, (), Sampling(), DraftMode.SAMPLED, 0, 0, 1, 1, 1, 1, (0,)), 1)
         if self.takes(tree.session, tree.opening):
             self.grow([(tree, np.zeros((1, self._model.feature_size), np.float32))])
             self.forget(tree.session)

@@ -351,7 +351,6 @@ class Open(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SLOT_FIELD_NUMBER: _builtins.int
-    SESSION_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
@@ -375,7 +374,6 @@ class Open(_message.Message):
     NUM_FEATURES_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """number of the tree on this stream, never reused on it"""
-    session: _builtins.str
     epoch: _builtins.int
     prefix: _builtins.bytes
     """u32: prompt and committed tokens; the last one is the root"""
@@ -399,13 +397,13 @@ class Open(_message.Message):
     traceparent: _builtins.str
     """W3C trace context of the session; empty = none"""
     tenant: _builtins.int
-    """who asks, as a number that says nothing else: tenants share rows alike"""
+    """who asks, as a number that says nothing else, chosen by the verifier: tenants share rows alike; 0 = nobody"""
     node_budget: _builtins.int
     """nodes that the first round may verify; absent = all that may be alive"""
     strategy: _builtins.str
     """draft strategy: NAME or NAME:N1,N2,...; empty = best_first"""
     cache_salt: _builtins.int
-    """texts with different salts never share cached prefixes"""
+    """a number of that kind: texts with different salts never share cached prefixes; 0 = none"""
     num_features: _builtins.int
     """tokens at the end of prefix whose features follow in OpenFeatures; those before them are not read by a head"""
     @_builtins.property
@@ -424,7 +422,6 @@ class Open(_message.Message):
         self,
         *,
         slot: _builtins.int = ...,
-        session: _builtins.str = ...,
         epoch: _builtins.int = ...,
         prefix: _builtins.bytes = ...,
         sampling: _generate_pb2.Sampling | None = ...,
@@ -449,7 +446,7 @@ class Open(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_node_budget", b"_node_budget", "decoding", b"decoding", "node_budget", b"node_budget", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_node_budget", b"_node_budget", "ahead_cap", b"ahead_cap", "cache_salt", b"cache_salt", "choice", b"choice", "decoding", b"decoding", "eos_ids", b"eos_ids", "epoch", b"epoch", "law", b"law", "max_depth", b"max_depth", "node_budget", b"node_budget", "node_cap", b"node_cap", "num_atoms", b"num_atoms", "num_features", b"num_features", "num_prompt", b"num_prompt", "prediction", b"prediction", "prefix", b"prefix", "sampling", b"sampling", "seed", b"seed", "session", b"session", "slot", b"slot", "strategy", b"strategy", "tenant", b"tenant", "topk", b"topk", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_node_budget", b"_node_budget", "ahead_cap", b"ahead_cap", "cache_salt", b"cache_salt", "choice", b"choice", "decoding", b"decoding", "eos_ids", b"eos_ids", "epoch", b"epoch", "law", b"law", "max_depth", b"max_depth", "node_budget", b"node_budget", "node_cap", b"node_cap", "num_atoms", b"num_atoms", "num_features", b"num_features", "num_prompt", b"num_prompt", "prediction", b"prediction", "prefix", b"prefix", "sampling", b"sampling", "seed", b"seed", "slot", b"slot", "strategy", b"strategy", "tenant", b"tenant", "topk", b"topk", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__node_budget: _TypeAlias = _typing.Literal["node_budget"]  # noqa: Y015
     _WhichOneofArgType__node_budget: _TypeAlias = _typing.Literal["_node_budget", b"_node_budget"]  # noqa: Y015

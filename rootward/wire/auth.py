@@ -62,14 +62,15 @@ class BytesInFlight:
 
 class RefusalLog:
     """Logs refused calls: at most `MAX_REFUSALS` a minute for each reason, since strangers cause them. The first line of another minute has
-    the number of those left out."""
+    the number of those left out. refused: told of every one."""
 
-    def __init__(self, clock: Clock | None = None):
-        self._clock = clock or SystemClock()
+    def __init__(self, clock: Clock | None = None, refused: Callable[[ServiceError], None] = lambda error: None):
+        self._clock, self._refused = clock or SystemClock(), refused
         self._counts: dict[str, tuple[float, int]] = {}  # by reason: when its minute began, and calls since
 
     def note(self, error: ServiceError, path: str, peer: str) -> None:
         """`path` and `peer` are of the call."""
+        self._refused(error)
         now, num_left_out = self._clock.now(), 0
         began, count = self._counts.get(error.reason, (now, 0))
         if now - began >= REFUSALS_S:
@@ -84,10 +85,12 @@ class RefusalLog:
 class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # as above
     """Runs `checks` in the task of every call. limits: prefix of a method's path -> most bytes of its request message."""
 
-    def __init__(self, checks: tuple[Check, ...], limits: Mapping[str, int], in_flight: BytesInFlight):
+    def __init__(
+        self, checks: tuple[Check, ...], limits: Mapping[str, int], in_flight: BytesInFlight, refusals: RefusalLog
+    ):
         self._checks = checks
         self._health_checks = (at_most(MAX_HEALTH_CALLS),)
-        self._refusals = RefusalLog()
+        self._refusals = refusals
         self._limits = limits
         self._in_flight = in_flight
 

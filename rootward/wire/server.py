@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection
 
 from rootward.addresses import is_loopback
 from rootward.errors import ConfigurationError
-from rootward.wire.auth import HEALTH, Admission, BytesInFlight, Check, peers_only
+from rootward.wire.auth import HEALTH, Admission, BytesInFlight, Check, RefusalLog, peers_only
 from rootward.wire.channel import SERVING, Transport, server_options
 from rootward.wire.tls import ServerTls, server_credentials
 
@@ -41,6 +41,7 @@ class RpcServer:
         tls: ServerTls | None = None,
         checks: tuple[Check, ...] = (),
         in_flight: BytesInFlight | None = None,
+        refusals: RefusalLog | None = None,
         grace_s: float = 5.0,
         setting: str = "listen",
     ) -> None:
@@ -48,7 +49,9 @@ class RpcServer:
         self._checks = (*checks, peers_only(tls.peers)) if tls and tls.peers else checks
         # For servicers to add to when they register: prefix of a method's path -> most bytes of its request message.
         self.limits = {HEALTH: SMALL_BYTES}
-        admission = Admission(self._checks, self.limits, in_flight or BytesInFlight(MAX_BYTES_IN_FLIGHT))
+        admission = Admission(
+            self._checks, self.limits, in_flight or BytesInFlight(MAX_BYTES_IN_FLIGHT), refusals or RefusalLog()
+        )
         self.grpc = grpc.aio.server(
             options=server_options(transport), interceptors=[admission], maximum_concurrent_rpcs=MAX_CALLS
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import ssl
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,7 +17,13 @@ from support.certificates import Authority, spiffe
 from support.processes import Service, drafter, gateway, verifier, wait_until
 
 from rootward.client import Client
-from rootward.errors import APIConnectionError, AuthenticationError, PermissionDeniedError
+from rootward.errors import (
+    APIConnectionError,
+    AuthenticationError,
+    BadRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+)
 from rootward.keys import digest, new_key
 from rootward.v1 import control_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from rootward.wire.tls import Certificates
@@ -134,6 +142,39 @@ def test_keys(guarded: Guarded, key, kind, status, code, words) -> None:
     for line, path in zip(refusals(guarded.gateway)[before:], ("GenerateStream", "/v1/completions"), strict=True):
         assert words in line
         assert path in line
+
+
+def test_refused_calls_are_counted_on_both_fronts(guarded: Guarded) -> None:
+    """By cause, whichever front they came by, and apart from requests that failed later."""
+    own = guarded.roles["client"]
+
+    def counts() -> Counter[str]:
+        with guarded.http(own, ADMIN) as http:
+            found = re.findall(
+                r'^rootward_calls_refused_total\{reason="(\w+)"\} (\d+)', http.get("/metrics").text, re.M
+            )
+        return Counter({reason: int(number) for reason, number in found})
+
+    before = counts()
+    with guarded.http(own, WRONG) as http:
+        http.post("/v1/completions", json={"prompt": [1, 2]})
+    with guarded.client(own, WRONG) as client, pytest.raises(AuthenticationError):
+        client.generate([1, 2])
+    with guarded.http(own, USER) as http:
+        assert http.get("/metrics").status_code == 403
+        for body in (b"no JSON", b"a" * (3 << 20), b'{"prompt": [1], "n": 0}', b'{"prompt": [1], "model": "another"}'):
+            assert http.post("/v1/completions", content=body).status_code >= 400
+        assert http.get("/v1/nothing").status_code == 404
+        assert http.post("/v1/completions", json={"prompt": [1] * 9999}).status_code == 400  # fails later
+        assert http.post("/v1/completions", json={"prompt": [1, 2]}).status_code == 200
+    with guarded.client(own, USER) as client:
+        with pytest.raises(BadRequestError):
+            client.generate([1, 2], request_id="{}")
+        with pytest.raises(NotFoundError):
+            client.generate([1, 2], model="another")
+        assert client.generate([1, 2]).token_ids
+    new = counts() - before
+    assert new == {"invalid_api_key": 2, "permission_denied": 1, "invalid_value": 4, "not_found": 3}
 
 
 def peak_bytes(service: Service) -> int:

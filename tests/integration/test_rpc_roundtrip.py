@@ -171,7 +171,7 @@ async def test_a_frame_that_is_no_protobuf_ends_its_own_stream_only():
 
 async def test_many_long_prompts_in_one_frame_pass_the_message_limit():
     prefix = tuple(range(200_000))
-    opens = tuple(Open(s, "s", 1, prefix, Sampling(), DraftMode.SAMPLED, 0, 0, 8, 64, 8, 4) for s in range(8))
+    opens = tuple(Open(s, 1, prefix, Sampling(), DraftMode.SAMPLED, 0, 0, 8, 64, 8, 4) for s in range(8))
     drafter = EchoDrafter()
 
     def got() -> list[Open]:  # beside the stream, in any order

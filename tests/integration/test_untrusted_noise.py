@@ -29,7 +29,7 @@ class Knows(Enum):
     """The keys of the noise that a dishonest drafter computes with."""
 
     TOLD = "told"  # of a launched round, which it takes for the key of the rounds after it
-    SEED = "seed"  # of the request, which a client has told it or which is easily guessed
+    SEED = "seed"  # of the request, which a client has told it or which is easily guessed; and the name of the request
 
 
 @dataclass
@@ -45,12 +45,12 @@ class Selective:
     leaves: bool = False
     launches: list[Launch] = field(default_factory=list)
     withheld: int = 0
-    left: list[tuple[str, int]] = field(default_factory=list)  # request and length of its text
+    left: list[tuple[int, int]] = field(default_factory=list)  # number of the request and length of its text
 
     async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncGenerator[FromDrafter, None]:
         opens: dict[int, Open] = {}
         texts: dict[int, list[int]] = {}
-        keys: dict[str, int] = {}  # of the bonus noise, by request
+        keys: dict[int, int] = {}  # of the bonus noise, by number of the request
         num_sent: dict[int, int] = {}
         async for frame in inbound:
             if frame.hello is not None:
@@ -62,10 +62,10 @@ class Selective:
             for launch in frame.launches:
                 self.launches.append(launch)
                 if launch.slot in opens:
-                    keys[opens[launch.slot].session] = launch.bonus_key
+                    keys[opens[launch.slot].choice] = launch.bonus_key
             slots = [message.slot for message in (*frame.opens, *frame.commits)]
             if self.leaves and (left := [s for s in slots if self._likes_to_leave(opens[s], texts[s])]):
-                self.left += [(opens[slot].session, len(texts[slot])) for slot in left]
+                self.left += [(opens[slot].choice, len(texts[slot])) for slot in left]
                 yield FromDrafter(rejects=tuple(Reject(slot, "too long") for slot in left))
                 slots = [slot for slot in slots if slot not in left]
             grows = []
@@ -79,12 +79,12 @@ class Selective:
 
     @staticmethod
     def _guessed(message: Open) -> Key:
-        seed = int(message.session.removeprefix("r"))
-        return Key(seed ^ number_of(f"{message.epoch} {message.session}"), message.choice)
+        number = message.choice  # see `texts_of`
+        return Key(number ^ number_of(f"{message.epoch} r{number}"), number)
 
     def _plain_token(self, opened: Open, text: list[int], keys: dict[str, int]) -> int | None:
         """What a round without a tree would give, as far as the drafter knows."""
-        told = self._guessed(opened).bonus(len(text)) if self.knows is Knows.SEED else keys.get(opened.session)
+        told = self._guessed(opened).bonus(len(text)) if self.knows is Knows.SEED else keys.get(opened.choice)
         if told is None or self.leaves:
             return None
         noise = bonus_gumbel(told, opened.epoch, len(text), VOCAB)
@@ -110,9 +110,10 @@ class Selective:
 
 
 async def texts_of(service: VerifierService, *, num_requests: int, length: int) -> list[list[int]]:
+    """Of requests whose number is their seed, and their choice, by which a drafter tells them apart."""
     await until(lambda: service.pool.up)
     wanted = [
-        request(f"r{i}", max_tokens=length, seed=i, rule=Rule.TRAVERSAL, law=DraftMode.SAMPLED)
+        request(f"r{i}", max_tokens=length, seed=i, choice=i, rule=Rule.TRAVERSAL, law=DraftMode.SAMPLED)
         for i in range(num_requests)
     ]
     found = await asyncio.gather(*(collect(service, one) for one in wanted))
@@ -166,8 +167,8 @@ async def test_a_drafter_cannot_choose_when_to_leave_by_the_seed() -> None:
 def assert_not_chosen(target: TabularModel, drafter: Selective, texts: list[list[int]]) -> None:
     """WISHED is as frequent after the drafter has left as the target's distribution says."""
     excess, variance = 0.0, 0.0  # of WISHED after it has left, against the target's distribution given the text before
-    for name, length in drafter.left:
-        text = texts[int(name.removeprefix("r"))]
+    for number, length in drafter.left:
+        text = texts[number]
         for i in range(length + 1, min(length + 1 + LOOK_AHEAD, len(text))):
             share = target.law(text[i - 3 : i])[WISHED]
             excess += (text[i] == WISHED) - share

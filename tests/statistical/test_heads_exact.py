@@ -88,7 +88,7 @@ class Walk:
         self.instead = instead
         shape = BestFirst(max_depth=2, topk=2, draws_per_level=1 + (mode is DraftMode.GREEDY), root_family=(0.4, 0.3))
         self.heads = HeadDrafts(head(self.model), incarnation=1, best_first=shape)
-        self.opening = Open(0, "", 0, (), Sampling(), mode, 1, 0, num_atoms=V, node_cap=nodes, max_depth=2, topk=2)
+        self.opening = Open(0, 0, (), Sampling(), mode, 1, 0, num_atoms=V, node_cap=nodes, max_depth=2, topk=2)
 
     def run(self, script: tuple[str, ...], out: np.ndarray) -> None:
         heads, text = self.heads, list(PROMPT)

@@ -19,7 +19,7 @@ from pathlib import Path
 from random import Random
 from typing import cast
 
-from gateway.router import BLOCK, Prefixes, Upstream, choose, prefix_keys, tokens_held
+from gateway.router import BLOCK, Prefixes, PrefixKeys, Upstream, choose, tokens_held
 from rootward.core.requests import VerifierRequest
 from rootward.engine.prefix_keys import chain, first_key
 from rootward.ports import ModelInfo, Verifier, VerifierInfo
@@ -131,7 +131,7 @@ def simulate(trace: Iterable[Asked], policy: Policy, num_verifiers: int = 4) -> 
     while events:
         now, _, name, asked = heapq.heappop(events)
         if asked is not None:
-            keys = prefix_keys("m", VerifierRequest("r", asked.prompt))
+            keys = PrefixKeys("m", VerifierRequest("r", asked.prompt)).keys
             upstreams = [v.upstream() for v in verifiers.values()]
             name = policy(upstreams, asked, tokens_held(hints.holders(keys), is_held))
             hints.sent(keys, f"{name}@1")

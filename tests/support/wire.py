@@ -97,7 +97,6 @@ load = st.builds(Load, u32, u32, u64, u64, st.booleans(), st.none() | u32)
 opens = st.builds(
     Open,
     u32,
-    text,
     u32,
     tokens,
     sampling,

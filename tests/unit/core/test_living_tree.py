@@ -106,6 +106,28 @@ def test_a_frame_of_more_nodes_than_one_base_may_have_is_not_even_looked_at(node
     assert len(replica) == 0
 
 
+def test_nodes_that_hang_nowhere_do_not_come_without_end() -> None:
+    """They cost a verifier time, and no cap of live nodes counts them."""
+    replica = tree()
+    replica.receive(grow(1, [0], [0]))
+    replica.commit([1])  # node 1 is dead, and what hangs below it
+    hash_ = extend_hash(9, 1)
+    for first in range(2, 10):
+        frame = grow(first, [1], [0], base=3, hash_=hash_, rows={}, sampled=[False])
+        assert replica.receive(frame).stale == 1
+    with pytest.raises(MalformedFrame, match="1 nodes and 0 rows, after 8 nodes, of one base exceed the cap of 8"):
+        replica.receive(grow(10, [1], [0], base=3, hash_=hash_, rows={}, sampled=[False]))
+
+
+def test_a_commit_makes_room_for_nodes() -> None:
+    replica = tree()
+    replica.receive(grow(1, [0, 1, 2, 3], [1] * 4, rows={}, sampled=[False] * 4))
+    replica.commit([1])
+    more = grow(5, [4, 5, 6, 7, 8], [1] * 5, base=3, hash_=extend_hash(9, 1), rows={}, sampled=[False] * 5)
+    assert replica.receive(more).kept == 5
+    assert len(replica) == 8
+
+
 def test_a_tree_that_restarts_takes_no_guesses() -> None:
     """A commit drops all nodes; guesses that it went on counting would make the number of the others negative."""
     replica = tree(restarts=True, ahead_cap=4)

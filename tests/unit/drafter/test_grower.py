@@ -34,7 +34,6 @@ def hash_of(tokens) -> int:
 
 def opening(slot: int, prefix=(1, 2, 3), **changes) -> Open:
     base = {
-        "session": "s",
         "epoch": 1,
         "prefix": tuple(prefix),
         "sampling": Sampling(),

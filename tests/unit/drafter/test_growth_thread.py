@@ -83,7 +83,7 @@ class Verifier:
 
     def grow(self, slot: int, levels: int, unread: int = 1) -> None:
         prefix = (1,) * unread
-        self.say(ToDrafter(opens=(Open(slot, "r", 1, prefix, Sampling(), DraftMode.SAMPLED, 1, 0, 4, levels, 4, 2),)))
+        self.say(ToDrafter(opens=(Open(slot, 1, prefix, Sampling(), DraftMode.SAMPLED, 1, 0, 4, levels, 4, 2),)))
 
     async def hear(self, levels: int) -> None:
         """Until so many levels were heard of, in all."""

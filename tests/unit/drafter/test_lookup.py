@@ -32,7 +32,6 @@ def hash_of(tokens) -> int:
 
 def opening(slot: int, prefix=PERIOD, **changes) -> Open:
     base = {
-        "session": "s",
         "epoch": 1,
         "prefix": tuple(prefix),
         "sampling": Sampling(),

@@ -18,7 +18,7 @@ def rounds(law: DraftMode, num_rounds: int) -> tuple[list[int], list[int]]:
     """Bytes of each round as one frame, and as one frame per level."""
     grower: Grower[int] = Grower(TabularModel(40_000, seed=1, order=1, sharpness=3.0), incarnation=7)
     prefix = tuple(range(1000))
-    grower.open(1, Open(1, "r", 1, prefix, Sampling(1.0), law, 5, 0, ATOMS, NODES, 8, 4))
+    grower.open(1, Open(1, 1, prefix, Sampling(1.0), law, 5, 0, ATOMS, NODES, 8, 4))
     length, hash_ = len(prefix), 0
     for token in prefix:
         hash_ = extend_hash(hash_, token)

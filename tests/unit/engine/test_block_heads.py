@@ -202,8 +202,7 @@ def test_a_tree_is_grown_with_one_pass_and_no_deeper_than_the_block(tmp_path: Pa
     shape = {"num_atoms": 8, "node_cap": 40, "max_depth": 9, "topk": 9, "strategy": asked}
     mode = asked.mode or DraftMode.TOP_K
     assert (
-        grower.open(1, Open(0, "", 0, tuple(TEXT), Sampling(temperature=0.1), mode, 1, 0, num_features=8, **shape))
-        is None
+        grower.open(1, Open(0, 0, tuple(TEXT), Sampling(temperature=0.1), mode, 1, 0, num_features=8, **shape)) is None
     )
     features = np.random.default_rng(0).standard_normal((8, drafts.feature_size)).astype(np.float32)
     for part in Features(features).chunks(0, len(TEXT)):

@@ -27,7 +27,7 @@ from verifier_service.head_drafts import HeadDrafts, Wanted
 
 SHAPE = BestFirst(least_levels=3)
 OPENING = Open(
-    0, "", 0, (), Sampling(), DraftMode.SAMPLED, 5, 0, num_atoms=6, node_cap=16, max_depth=4, topk=3, eos_ids=(7, 11)
+    0, 0, (), Sampling(), DraftMode.SAMPLED, 5, 0, num_atoms=6, node_cap=16, max_depth=4, topk=3, eos_ids=(7, 11)
 )
 
 

@@ -13,6 +13,7 @@ from gateway.requests import Delta, Ending, GenerateRequest
 from gateway.tokenizer import INLINE_CHARACTERS
 from rootward.client.types import Timing, Usage
 from rootward.core.requests import FinishReason, SpeculationStats
+from rootward.engine.prefix_keys import chain
 from rootward.errors import InvalidRequest, RootwardError
 
 ENDING = Ending(FinishReason.STOP, Usage(1, 1), SpeculationStats(), Timing())
@@ -91,6 +92,25 @@ async def test_others_run_between_the_beginnings_of_the_outputs():
         pass
     others.cancel()
     assert len(set(began)) == 8
+
+
+async def test_the_prompt_of_several_choices_is_hashed_once(monkeypatch):
+    """Three times for each of 16 choices, a prompt of 131,000 tokens held the event loop for half a second."""
+    num_hashed = 0
+
+    def counted(first, tokens, block_size, num_blocks):
+        nonlocal num_hashed
+        num_hashed += num_blocks * block_size
+        return chain(first, tokens, block_size, num_blocks)
+
+    monkeypatch.setattr("gateway.router.chain", counted)
+    verifier = SpellingVerifier(delay_s=0.02)
+    async with serving(verifier) as service:
+        async for _ in concurrent_deltas(service.generate, outputs(GenerateRequest((5,) * 160, n=4))):
+            pass
+        assert len(verifier.requests) == 4
+        assert num_hashed == 160  # the output has no whole block
+        await at_rest(service, verifier)
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 4])

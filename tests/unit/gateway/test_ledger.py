@@ -4,12 +4,14 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from redis.asyncio import Redis
+from structlog.testing import capture_logs
 from support.records import record_of
 from unit.gateway.redis_for_tests import redis_server
 
 from gateway.ledger import Ledger
 from gateway.redis_store import open_store
-from gateway.router import PUBLISHED_S, TTL_S, Prefixes, prefix_keys, prefix_lengths, tokens_held
+from gateway.router import PUBLISHED_S, TTL_S, Prefixes, PrefixKeys, prefix_lengths, tokens_held
 from gateway.session_store import INTERRUPTED, MemoryStore, Run, StoreUnavailable, Write
 from rootward.core.requests import TokenLogprob, VerifierRequest
 from rootward.errors import StaleEpoch, Unavailable
@@ -193,6 +195,69 @@ async def test_only_a_store_that_answers_gives_an_epoch_above_that_of_a_verifier
     assert entry.epoch == 10
 
 
+@pytest.fixture
+async def redis(redis_url):
+    client = Redis.from_url(redis_url)
+    yield client
+    await client.config_set("maxmemory", 0)
+    await client.flushall()
+    await client.aclose()
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+async def test_a_request_whose_keys_redis_refuses_takes_the_store_from_no_other(redis, redis_url, flushed):
+    store = open_store(redis_url)
+    ledger = Ledger(store, now=asyncio.get_running_loop().time, flush_s=0.0)
+    bad, good = await ledger.begin("bad"), await ledger.begin("good")
+    await redis.set("rw:req:{bad}", "no hash")
+    for token in range(3):
+        for entry in (bad, good):
+            ledger.extend(entry, run(token))
+        if flushed:  # Redis has restarted
+            await redis.script_flush()
+        with capture_logs() as lines:
+            await ledger.flush()
+        assert [line["event"] for line in lines] == (["request_unrecorded"] if token == 0 else [])
+        assert not ledger.down
+    assert (await record_of(store, "good")).output.tokens == (0, 1, 2)
+    assert bad.tokens == [0, 1, 2]  # it runs on
+    ledger.end(bad, "finished")
+    ledger.end(good, "finished")
+    await ledger.flush()
+    assert not ledger._entries
+    await store.close()
+
+
+async def test_a_request_whose_lease_redis_refuses_takes_the_store_from_no_other(redis, redis_url):
+    await redis.rpush("rw:req:{bad}:epoch", "no number")
+    store = open_store(redis_url)
+    ledger = Ledger(store, now=asyncio.get_running_loop().time, flush_s=0.0)
+    entry = await ledger.begin("bad")
+    assert (entry.epoch, ledger.down) == (1, False)
+    with pytest.raises(Unavailable, match="cannot be resumed"):
+        await ledger.take_over("bad", "digest")
+    await ledger.next_epoch(entry)
+    ledger.extend(entry, run(1))
+    await ledger.flush()
+    assert (entry.epoch, ledger.down, ledger._entries) == (2, False, set())
+    await store.close()
+
+
+async def test_a_redis_that_takes_no_writes_is_down_until_it_takes_them(redis, redis_url):
+    store = open_store(redis_url)
+    ledger = Ledger(store, now=asyncio.get_running_loop().time, flush_s=0.0)
+    entry = await ledger.begin("r")
+    await redis.config_set("maxmemory", 1)
+    ledger.extend(entry, run(1))
+    await ledger.flush()
+    assert ledger.down
+    await redis.config_set("maxmemory", 0)
+    await ledger.flush()
+    assert not ledger.down
+    assert await logged(store) == (1,)
+    await store.close()
+
+
 async def test_a_request_begun_without_the_store_is_recorded_later(store, ledger):
     store.dead = True
     entry = await ledger.begin("r")
@@ -247,28 +312,28 @@ async def test_the_holder_of_a_prompt_is_known_at_once_and_to_other_gateways(red
     now = asyncio.get_running_loop().time
     one, two = (Ledger(store, now=now, model=lambda: "m", is_held=is_held) for store in stores)
     prompt = VerifierRequest("r", tuple(range(100)))
-    one.computed(prompt, (7,) * 40, "v1:1@5")
-    assert await one.held(prompt) == {"v1:1": 96}
-    assert await two.held(prompt) == {}
+    one.computed(one.keys(prompt), (7,) * 40, "v1:1@5")
+    assert await one.held(one.keys(prompt)) == {"v1:1": 96}
+    assert await two.held(two.keys(prompt)) == {}
     await one.flush()
-    assert await two.held(prompt) == {"v1:1": 96}
+    assert await two.held(two.keys(prompt)) == {"v1:1": 96}
     longer = replace(prompt, prompt=(*prompt.prompt, *(7,) * 40, 8, 9))
-    assert await two.held(longer) == {"v1:1": 128}
-    assert await two.held(replace(longer, tenant="other")) == {}
-    assert await two.held(replace(longer, cache_salt="other")) == {}
-    two.computed(replace(prompt, prompt=(*range(64), *range(300, 400))), (), "v2:1@6")
-    assert await two.held(prompt) == {"v1:1": 96, "v2:1": 64}
+    assert await two.held(two.keys(longer)) == {"v1:1": 128}
+    assert await two.held(two.keys(replace(longer, tenant="other"))) == {}
+    assert await two.held(two.keys(replace(longer, cache_salt="other"))) == {}
+    two.computed(two.keys(replace(prompt, prompt=(*range(64), *range(300, 400)))), (), "v2:1@6")
+    assert await two.held(two.keys(prompt)) == {"v1:1": 96, "v2:1": 64}
 
     # A restart.
     gone.add("v1:1@5")
-    assert await two.held(prompt) == {"v2:1": 64}
+    assert await two.held(two.keys(prompt)) == {"v2:1": 64}
     for store in stores:
         await store.close()
 
 
 async def test_hints_are_not_waited_for_when_the_store_is_gone(store, ledger):
     store.dead = True
-    assert await ledger.held(VerifierRequest("r", tuple(range(100)))) == {}
+    assert await ledger.held(ledger.keys(VerifierRequest("r", tuple(range(100))))) == {}
 
 
 def test_long_prompts_have_few_keys_of_fixed_lengths():
@@ -277,13 +342,21 @@ def test_long_prompts_have_few_keys_of_fixed_lengths():
     assert len(prefix_lengths(131_072)) == 44
     for longest in (500, 5_000, 50_000):  # what is not covered is less than a fifth
         assert prefix_lengths(longest)[-1] > 0.8 * longest
-    keys = prefix_keys("m", VerifierRequest("r", tuple(range(5_000))))
+    keys = PrefixKeys("m", VerifierRequest("r", tuple(range(5_000)))).keys
     assert len(keys) == len(prefix_lengths(5_000))
-    assert prefix_keys("m", VerifierRequest("r", tuple(range(700)))) == keys[: len(prefix_lengths(700))]
-    salted = prefix_keys("m", VerifierRequest("r", tuple(range(5_000)), tenant="a", cache_salt="s"))
+    assert PrefixKeys("m", VerifierRequest("r", tuple(range(700)))).keys == keys[: len(prefix_lengths(700))]
+    salted = PrefixKeys("m", VerifierRequest("r", tuple(range(5_000)), tenant="a", cache_salt="s")).keys
     assert not set(keys) & set(salted)
     named = VerifierRequest("r", tuple(range(5_000)), tenant=repr(("a", "s")))
-    assert not set(salted) & set(prefix_keys("m", named))
+    assert not set(salted) & set(PrefixKeys("m", named).keys)
+
+
+@pytest.mark.parametrize("num_prompt", [1, 31, 32, 100, 256, 300])
+@pytest.mark.parametrize("num_output", [0, 1, 31, 64, 200])
+def test_keys_behind_a_prompt_are_those_of_the_whole_text(num_prompt, num_output):
+    prompt, output = tuple(range(num_prompt)), tuple(range(7, 7 + num_output))
+    whole = PrefixKeys("m", VerifierRequest("r", (*prompt, *output))).keys
+    assert PrefixKeys("m", VerifierRequest("r", prompt)).with_output(output) == whole
 
 
 async def test_hints_do_not_pile_up_while_the_store_is_gone():
@@ -291,7 +364,7 @@ async def test_hints_do_not_pile_up_while_the_store_is_gone():
     ledger = Ledger(store, now=lambda: store.time)
     ledger.extend(await ledger.begin("r"), run(1))
     store.dead = True
-    ledger.computed(VerifierRequest("r", tuple(range(100))), (), "v@1")
+    ledger.computed(ledger.keys(VerifierRequest("r", tuple(range(100)))), (), "v@1")
     await ledger.flush()
     assert ledger.prefixes.take_unpublished() == {}
 

@@ -190,6 +190,22 @@ def test_bad_values_name_their_field(message):
         request_from_pb(message)
 
 
+def test_arguments_of_a_template_have_the_bounds_of_other_json_objects():
+    def asked(text):
+        return Request(chat=G.ChatPrompt(messages=[G.ChatMessage(role="user")], template_kwargs_json=text))
+
+    request_from_pb(asked('{"a": ' + "[" * 63 + "]" * 63 + "}"))
+    wrong = {
+        '{"a": ' + "[" * 64 + "]" * 64 + "}": "is nested 65 deep; the limit is 64",
+        '{"a": 18446744073709551616}': "cannot be written as JSON",
+        '{"a": "\\ud800"}': "cannot be written as JSON",
+    }
+    for text, why in wrong.items():
+        with pytest.raises(InvalidRequest, match=why) as refused:
+            request_from_pb(asked(text))
+        assert refused.value.field == "chat.template_kwargs_json"
+
+
 @given(st.binary(max_size=200))
 @settings(max_examples=300, deadline=None)
 def test_any_message_is_a_request_or_an_invalid_request(data):

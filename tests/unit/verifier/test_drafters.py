@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import reduce
@@ -21,14 +21,18 @@ from rootward.core.frames import (
     Hello,
     HelloAck,
     Load,
+    NeedSync,
+    Open,
     Reject,
+    ToDrafter,
     extend_hash,
 )
 from rootward.core.requests import DraftMode, Rule, Speculation, Stopping, VerifierRequest
 from rootward.core.rng import Key, Role
 from rootward.ports import Peer
+from rootward.wire import drafter_codec
 from verifier_service.circuit_breaker import MAX_MISSES
-from verifier_service.drafter_link import Link
+from verifier_service.drafter_link import USELESS_PER_S, Link
 from verifier_service.drafter_pool import DrafterPool
 from verifier_service.head_drafts import TextFeatures
 from verifier_service.session import Draft, Session, number_of
@@ -163,6 +167,28 @@ def test_only_coupled_drafting_learns_the_seed() -> None:
         assert next(iter(busy.send_buffer._opens.values())).seed == (
             77 if law is DraftMode.COUPLED else one.key.derive(Role.DRAW, number_of("d"))
         )
+
+
+def test_a_drafter_cannot_tell_the_name_of_a_tenant() -> None:
+    """Others may operate it. It can try likely names, and compare what two drafters are told. It still shares rows and caches by them."""
+    told: dict[str, list[Open]] = {}
+    for address in ("a", "b"):
+        busy = up(link(address))
+        for number, tenant, salt in ((1, "acme", "blue"), (2, "acme", ""), (3, "other", "blue"), (4, "", "")):
+            one = session(number)
+            one.request = replace(one.request, request_id=f"{tenant} request-{number}", tenant=tenant, cache_salt=salt)
+            opened(busy, one)
+        told[address] = list(busy.send_buffer._opens.values())
+    for messages in told.values():
+        first, same, other, nobody = messages
+        assert first.tenant == same.tenant != other.tenant
+        assert first.cache_salt == other.cache_salt != 0
+        assert (same.cache_salt, nobody.tenant, nobody.cache_salt) == (0, 0, 0)
+    assert not {m.tenant for m in told["a"][:3]} & {m.tenant for m in told["b"][:3]}
+    numbers = {number for messages in told.values() for m in messages for number in (m.tenant, m.cache_salt)}
+    assert not numbers & {number_of(name) for name in ("acme", "other", "blue")}
+    frame = drafter_codec.to_drafter_to_pb(ToDrafter(opens=tuple(told["a"]))).SerializeToString()
+    assert not any(name in frame for name in (b"acme", b"other", b"blue", b"request"))
 
 
 @pytest.mark.parametrize("law", [DraftMode.SAMPLED, DraftMode.GREEDY])
@@ -500,3 +526,55 @@ async def test_a_drafter_that_was_dropped_is_hung_up_before_the_pool_ends() -> N
         gone.set()
         await until(lambda: not pool.links)
     assert hung_up.is_set()
+
+
+class Flooding:
+    """A drafter that sends one frame again and again, once it has one."""
+
+    def __init__(self) -> None:
+        self.frame: FromDrafter | None = None
+        self.num_sent = 0
+
+    async def session(self, inbound) -> AsyncGenerator[FromDrafter, None]:
+        yield FromDrafter(up(link()).ack)
+        while True:
+            await asyncio.sleep(0)
+            if self.frame is not None:
+                self.num_sent += 1
+                yield self.frame
+
+
+@pytest.mark.parametrize("kind", ["closed", "nodes", "empty", "need_sync", "reject"])
+async def test_a_flood_of_answers_without_use_is_read_slowly(kind: str) -> None:
+    """Each frame is below the limits of a frame, and none of them is an offence: answers may be late."""
+    drafter, busy, one = Flooding(), link(), session()
+    reading = asyncio.create_task(busy.run(drafter))
+    await until(lambda: busy.ack is not None)
+    draft = opened(busy, one)
+    # An answer of 32 nodes counts as two.
+    none, num = np.zeros(32 if kind == "nodes" else 0, dtype=np.int64), 2048 if kind == "nodes" else 4096
+    grow = Grow(draft.slot if kind == "empty" else 999, 2, draft.tree.hash, 1, none, none, none.astype(bool))
+    answers = {
+        "need_sync": {"need_syncs": (NeedSync(999, 0, 0),) * num},
+        "reject": {"rejects": (Reject(999, "x"),) * num},
+    }
+    drafter.frame, start_s = FromDrafter(**answers.get(kind, {"grows": (grow,) * num})), time.monotonic()
+    await asyncio.sleep(0.5)
+    num_read = (drafter.num_sent - 1) * 4096  # the last one may be read only in part
+    assert num_read <= USELESS_PER_S * (time.monotonic() - start_s + 1) + 4096
+    assert not draft.closed
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+
+
+def test_late_answers_of_an_honest_drafter_are_read_at_once() -> None:
+    one, busy = session(), up(link())
+    draft, none = opened(busy, one), np.zeros(0, dtype=np.int64)
+    for _ in range(100):  # it says once after each commit that its tree rests
+        rests = Grow(draft.slot, draft.tree.length, draft.tree.hash, 1, none, none, none.astype(bool), at_rest=True)
+        busy._receive(FromDrafter(grows=(rests,)))
+        busy.commit(one, draft, (1,), every_node)
+    assert busy._useless == 0
+    busy.close(draft, "ended")
+    busy._receive(FromDrafter(grows=(replace(rests, slot=draft.slot),) * 4000))
+    assert busy._pause_s() == 0

@@ -15,7 +15,7 @@ from verifier_service.head_drafts import HeadDrafts, Wanted
 
 TEXTS = {1: [0, 1, 2], 2: [3, 0, 1, 4, 2], 3: [3, 2]}  # all end alike: only their features differ
 NODES = 2
-OPENING = Open(0, "", 0, (), Sampling(), DraftMode.SAMPLED, 1, 0, num_atoms=5, node_cap=NODES, max_depth=2, topk=2)
+OPENING = Open(0, 0, (), Sampling(), DraftMode.SAMPLED, 1, 0, num_atoms=5, node_cap=NODES, max_depth=2, topk=2)
 
 
 def drafts() -> HeadDrafts:
