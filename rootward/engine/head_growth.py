@@ -382,7 +382,7 @@ class Wanted(Protocol):
 
 
 class Compiling(NamedTuple):
-    """A tree that nobody asks for."""
+    """The tree that `HeadTrees.compile` grows."""
 
     session: int
     text: Sequence[int]
