@@ -24,7 +24,6 @@ from gateway import answer_schemas, response_schemas, schemas
 from gateway.answers import ChatAnswer, CompletionAnswer
 from gateway.auth import tenant
 from gateway.http_errors import error_response, invalid_body, json_response, not_served, request_id_of
-from gateway.metrics import CallMetrics
 from gateway.models import Models
 from gateway.planning import check_name
 from gateway.requests import GenerateRequest
@@ -74,7 +73,7 @@ def build_app(
     )
     app.openapi = partial(_openapi, app)  # type: ignore[method-assign]
     for kind in (HTTPException, RequestValidationError, ServiceError, Exception):
-        app.add_exception_handler(kind, partial(_refused, models.calls))
+        app.add_exception_handler(kind, partial(_refused, models))
 
     def requested(request: Request, body: schemas.GenerationBody) -> GenerateRequest:
         """The request to the service, under the client's id or a new one."""
@@ -238,12 +237,12 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-async def _refused(calls: CallMetrics, request: Request, error: Exception) -> Response:
+async def _refused(models: Models, request: Request, error: Exception) -> Response:
     """Every error in OpenAI's form, with the request's id. Those of a generation are in its own answer."""
     try:
         headers = {"x-request-id": request_id_of(request.headers)}
     except InvalidRequest as bad_id:
-        calls.refused(bad_id)
+        models.calls.refused(bad_id)
         return error_response(bad_id)
     if isinstance(error, RequestValidationError):
         error = invalid_body(error.errors())
@@ -252,8 +251,8 @@ async def _refused(calls: CallMetrics, request: Request, error: Exception) -> Re
             fix = "bytes are no JSON, or nested too deeply; send a JSON object"
             error = InvalidRequest("body", request.headers.get("content-length"), fix)
         else:
-            calls.refused(NotFound("of a path or a method"))
+            models.calls.refused(NotFound("of a path or a method"))
             refusal = not_served(error, method=request.method, path=request.url.path)
             return json_response(refusal.body, status=refusal.status, headers=headers | refusal.headers)
-    calls.refused(error)
+    models.calls.refused(error)
     return error_response(error, headers, path=request.url.path)

@@ -95,7 +95,7 @@ async def test_others_run_between_the_beginnings_of_the_outputs():
 
 
 async def test_the_prompt_of_several_choices_is_hashed_once(monkeypatch):
-    """Three times for each of 16 choices, a prompt of 131,000 tokens held the event loop for half a second."""
+    """On the event loop: three times for each choice, a prompt of 131,000 tokens holds up the others."""
     num_hashed = 0
 
     def counted(first, tokens, block_size, num_blocks):
