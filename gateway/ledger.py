@@ -102,9 +102,8 @@ class Ledger:
     ):
         self._store, self._now, self._model, self._is_held = store, now, model, is_held
         self.prefixes = Prefixes(now, is_held)
-        self._keys: WeakValueDictionary[int, PrefixKeys] = (
-            WeakValueDictionary()
-        )  # by the identity of the prompt, which they hold
+        # By the identity of the prompt, which they hold.
+        self._keys: WeakValueDictionary[int, PrefixKeys] = WeakValueDictionary()
         self._stand_in = MemoryStore(now=now)  # for quotas and poison while the store does not answer
         self._lease_s, self._flush_s = lease_s, flush_s
         self._entries: set[Entry] = set()
@@ -361,7 +360,7 @@ class Ledger:
         left = {entry for entry, write in zip(held, writes, strict=True) if write.end < len(entry.tokens)}
         lengths = await self._store.write(writes, self._lease_s)
         for entry, write, length in zip(held, writes, lengths, strict=True):
-            if isinstance(length, StoreRefused):  # again and again: it runs on unrecorded
+            if isinstance(length, StoreRefused):  # and will again: the request runs on unrecorded
                 log.error("request_unrecorded", error=str(length))
                 self._entries.discard(entry)
             elif entry.lease == write.lease:  # else another attempt began meanwhile, and this result is of the old one

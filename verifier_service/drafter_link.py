@@ -55,9 +55,8 @@ READ_S = 2e-3  # for each token that it may have to read first
 FRESH_S = 1.0  # age up to which a report of load is used to balance
 LONGEST_FULL_S = 30.0  # between two Opens to a drafter that is full
 MEMORY = 0.2  # weight of the newest gain
-USELESS_PER_S = (
-    8192  # answers without use that are read in a second: an honest drafter sends a few for each tree that is closed
-)
+# Answers without use that are read in a second: an honest drafter sends a few for each tree that is closed.
+USELESS_PER_S = 8192
 NODES_AN_ANSWER = 32  # nodes or rows that take as long to read as the rest of an answer
 
 Budget = Callable[[Session, Draft], int | None]
@@ -187,14 +186,14 @@ class Link:
             eos_ids=() if request.stopping.ignore_eos else tuple(session.eos_ids),
             ahead_cap=ahead,
             prediction=request.prediction,
-            tenant=self._unnamed(request.tenant),
-            cache_salt=self._unnamed(request.cache_salt),
+            tenant=self._pseudonym(request.tenant),
+            cache_salt=self._pseudonym(request.cache_salt),
             traceparent=traceparent_of(session.span),
             node_budget=None if session.required else session.statistics.usual_nodes or None,
         )
 
-    def _unnamed(self, name: str) -> int:
-        """The number that stands for a name on this link, 0 for none."""
+    def _pseudonym(self, name: str) -> int:
+        """The number that stands for the name of a tenant or a salt on this link, 0 for none."""
         return number_of(name, self._names_key) if name else 0
 
     def _draw_seed(self, session: Session, opening: Open) -> int:

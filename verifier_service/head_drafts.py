@@ -73,7 +73,7 @@ class HeadDrafts:
         self.most_positions = min(model.window or MOST_POSITIONS, MOST_POSITIONS)
         shape = best_first or BestFirst(least_levels=LEAST_LEVELS)
         self._grower: Grower[int] = Grower(model, incarnation=incarnation, best_first=shape)
-        from rootward.engine.head_growth import compiled_trees
+        from rootward.engine.head_growth import compiled_trees  # a verifier without a head loads none
 
         self._compiled = compiled_trees(model, incarnation=incarnation, best_first=shape)
         self._observed: dict[int, Observed] = {}

@@ -41,6 +41,7 @@ def load_target(settings: VerifierSettings, group: Group | None = None) -> Any:
 def load_local_head(settings: VerifierSettings, model: Any) -> DraftHead | None:
     """The draft head of `--local-draft head:FOLDER` or `--draft-head FOLDER`, None for other settings. It is loaded whole even where it
     only fuses features: which states it reads is found by drafting with it. ConfigurationError if it does not fit the target."""
+    from rootward.engine.head_growth import compile_growth
     from rootward.engine.head_loading import load_head_model
     from rootward.engine.model import HuggingFaceModel
 
@@ -51,7 +52,10 @@ def load_local_head(settings: VerifierSettings, model: Any) -> DraftHead | None:
             f"draft head: {folder!r} needs a Hugging Face target and tensor_parallel 1; leave local_draft and draft_head out"
         )
     slots = settings.max_num_seqs if settings.grows_head else 1
-    return load_head_model(folder, model, max_slots=slots, max_depth=settings.max_depth)
+    head = load_head_model(folder, model, max_slots=slots, max_depth=settings.max_depth)
+    if settings.grows_head:
+        compile_growth(head)
+    return head
 
 
 @asynccontextmanager

@@ -33,10 +33,10 @@ from rootward.core.rng import Key, Role
 from rootward.core.tree import TokenTree
 from rootward.engine.atoms import MOST_SORTED_ATOMS, atoms_of
 from rootward.engine.batch import Step
-from rootward.engine.cpu_kernels import VisibleKeys, kernel
+from rootward.engine.cpu_kernels import VisibleKeys
 from rootward.engine.grower import draft_sampling
 from rootward.engine.head_model import DraftHead, HeadModel
-from rootward.engine.verify_kernels import words_of_block
+from rootward.engine.verify_kernels import exact, words_of_block
 from rootward.ports import Reduction
 
 Features = NDArray[np.float32]
@@ -104,8 +104,9 @@ class Trees(NamedTuple):
     feature: Any  # float32[B, M, E]: for its children
 
 
-# Sums of scores are in the order of `core.growth`, so without the liberties of other kernels.
+# Sums of scores are in the order of `core.growth`. The kernel too is without the liberties of others: they reach what is inlined into it.
 exactly = numba.njit(nogil=True, error_model="numpy", forceinline=True)
+kernel = numba.njit(**exact)
 
 
 @exactly
@@ -401,13 +402,17 @@ class ReadText:
 
 
 def compiled_trees(model: DraftHead, *, incarnation: int, best_first: BestFirst) -> HeadTrees | None:
-    """None: the head is not computed by kernels, or is no autoregressive one. Otherwise the code is compiled now, which takes seconds the
-    first time on a machine."""
+    """None: the head is not computed by kernels, or is no autoregressive one."""
     if not isinstance(model, HeadModel) or not model.head.has_kernels or (model.window or UNLIMITED) < ROWS_OF_PART:
         return None
-    trees = HeadTrees(model, incarnation=incarnation, best_first=best_first)
-    trees.compile()
-    return trees
+    return HeadTrees(model, incarnation=incarnation, best_first=best_first)
+
+
+def compile_growth(model: DraftHead) -> None:
+    """Compile what trees of this head need, if it has not been on this machine, which takes seconds. On the thread that loads the model:
+    the event loop goes on, and no other thread begins to compute."""
+    if (trees := compiled_trees(model, incarnation=0, best_first=BestFirst())) is not None:
+        trees.compile()
 
 
 class LevelStep(Step):
@@ -577,7 +582,7 @@ class HeadTrees:
             later=math.log(strategy.later),
             failed_first=math.log1p(-strategy.acceptance),
             failed_later=math.log1p(-strategy.later),
-            family=np.log(strategy.root_family),
+            family=np.array([math.log(mass) for mass in strategy.root_family]),  # to the last bit: scores may be equal
         )
 
 

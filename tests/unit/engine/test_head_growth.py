@@ -89,11 +89,12 @@ def same(found: Snapshot, expected: Snapshot) -> bool:
 
 @pytest.mark.parametrize("law", [DraftMode.SAMPLED, DraftMode.TOP_K, DraftMode.GREEDY])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", [3, 4])
 def test_trees_are_those_of_core_growth(
-    law: DraftMode, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    law: DraftMode, dtype: torch.dtype, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several rounds of three sessions at once, with trees of other sizes each round; texts end in the middle of blocks and parts."""
-    rng, target = np.random.default_rng(3), a_target(dtype)
+    rng, target = np.random.default_rng(seed), a_target(dtype)
     model = a_head(tmp_path, target, draft_ids=None, scale=1.0)
     trees = compiled_trees(model, incarnation=9, best_first=SHAPE)
     assert trees is not None
@@ -101,7 +102,7 @@ def test_trees_are_those_of_core_growth(
     texts = {one: rng.integers(0, 60, 3 + 5 * one).tolist() for one in (1, 2, 3)}
     read = dict.fromkeys(texts, 1)
     sizes = set()
-    for round_ in range(9):
+    for round_ in range(18):
         nodes = {one: int(rng.integers(1, 17)) for one in texts}
         opening = {one: replace(OPENING, law=law, seed=one, max_depth=2 + one) for one in texts}
         requests = []
