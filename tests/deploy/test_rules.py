@@ -15,6 +15,7 @@ from support.helm import CHART, REGISTRY, ROOT, of_kind, parsed
 
 from drafter_service.metrics import GAUGES as OF_DRAFTER
 from gateway.metrics import GAUGES as OF_GATEWAY
+from gateway.metrics import CallMetrics
 from gateway.metrics import Metrics as GatewayMetrics
 from gateway.resuming import StreamInterrupted
 from rootward.core.audit import Draws
@@ -173,6 +174,7 @@ def test_every_alert_is_tested_and_has_a_runbook():
 def families() -> dict[str, list[tuple[str, str]]]:
     """(name, kind) of everything that a running service exports, by role."""
     gateway, verifier, drafter = GatewayMetrics(), VerifierMetrics(), CollectorRegistry()
+    CallMetrics(gateway.registry)
     drafter.register(DemandCollector(lambda: {"p": DrafterDemand(4)}))
     Gauges(gateway.registry, OF_GATEWAY, lambda: dict.fromkeys(OF_GATEWAY, 0.0))
     verifier.watch(lambda: dict.fromkeys(OF_VERIFIER, 0.0), lambda: {"p": VerifierDemand()})
