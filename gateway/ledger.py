@@ -42,9 +42,8 @@ log = structlog.get_logger()
 
 POISON_TTL_S = 600.0
 DOWN_PAUSE_S = 1.0  # between two attempts to reach a store that did not answer
-MOST_WRITTEN = (
-    1 << 16
-)  # tokens of all requests in one write, each with the likely ones beside it: the store has a few seconds for it
+# Tokens of all requests in one write, each with the likely ones beside it: the store has a few seconds for it.
+MOST_WRITTEN = 1 << 16
 WRITING_SHARE = 0.1  # largest share of the time that the loop writes
 LONGEST_PAUSE_S = 1.0
 QUOTA_S = 0.25  # longest wait for a tenant's bucket

@@ -28,9 +28,8 @@ from rootward.ports import COMMITTED, DraftModel, Reduction, Rows
 
 log = logging.getLogger(__name__)
 
-LOWEST_LOGIT = (
-    -1e30
-)  # of shared tokens: a row in which the draft gives probability to none of them becomes uniform, not undefined
+# Of shared tokens: a row in which the draft gives probability to none of them becomes uniform, not undefined.
+LOWEST_LOGIT = -1e30
 
 
 class TokenMap:
