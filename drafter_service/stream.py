@@ -21,9 +21,8 @@ class Stream:
 
     number: int
     capacity: int
-    ready: asyncio.Event = field(
-        default_factory=asyncio.Event
-    )  # there may be something to send, or the stream has ended
+    # There may be something to send, or the stream has ended.
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
     moved: asyncio.Event = field(default_factory=asyncio.Event)  # a frame was applied or sent: reading may go on
     ack: HelloAck | None = None
     load: Load | None = None

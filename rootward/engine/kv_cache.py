@@ -32,9 +32,8 @@ class Running:
         self.layer: PagedLayer | None = None
 
 
-running: ContextVar[Running | None] = ContextVar(
-    "running", default=None
-)  # transformers passes no such argument to attention
+# transformers passes no such argument to attention.
+running: ContextVar[Running | None] = ContextVar("running", default=None)
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here

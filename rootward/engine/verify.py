@@ -442,9 +442,8 @@ def gather_ids(forest: Forest, atoms: ArrayLike) -> Ints:
     outside = chosen[~(support[forest.parent[chosen]] == forest.token[chosen, None]).any(axis=1)]
     if not len(outside):
         return support
-    node, token = np.unique(
-        np.stack([forest.parent[outside], forest.token[outside]]), axis=1
-    )  # copies name a token twice
+    # Copies name a token twice.
+    node, token = np.unique(np.stack([forest.parent[outside], forest.token[outside]]), axis=1)
     place = np.arange(len(node)) - np.searchsorted(node, node)  # among the tokens that its parent's row lacks
     more = np.full((forest.num_nodes, int(place.max()) + 1), -1, dtype=np.int64)
     more[node, place] = token

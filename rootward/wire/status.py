@@ -30,9 +30,8 @@ DETAILS_KEY = "grpc-status-details-bin"
 RETRY_KEY = "retry-after-ms"
 
 _MAX_MESSAGE_CHARS = 1000  # the status travels in headers, whose default limit is 8 KiB in all
-_LAST_ERROR = re.compile(
-    r"^failed to connect to all addresses; last error: (?:[A-Z_]+: )?"
-)  # grpc's, before the reason
+# Of grpc, before the reason.
+_LAST_ERROR = re.compile(r"^failed to connect to all addresses; last error: (?:[A-Z_]+: )?")
 _MAX_ID_CHARS = 256  # of a request in the log, which a bug may have kept from being checked
 
 Context = grpc.aio.ServicerContext[Any, Any]
