@@ -60,8 +60,8 @@ class Detokenizer:
             return ""
         self._window.append(token)
         text = self._decode(self._window)
-        if text == self._text and not text.endswith(REPLACEMENT) and (text or len(self._window) >= _MOVE_ANYWAY_AT):
-            self._window.pop()  # it has no text, as ids beyond the tokenizer; a window of such tokens would never move
+        if text == self._text and (text or len(self._window) >= _MOVE_ANYWAY_AT) and self._has_no_text(token):
+            self._window.pop()  # as ids beyond the tokenizer; a window of such tokens would never move
             return ""
         self._text = text
         if text.endswith(REPLACEMENT):
@@ -72,6 +72,11 @@ class Detokenizer:
         piece = self._return(self._final(text))
         self._move()
         return piece
+
+    def _has_no_text(self, token: int) -> bool:
+        """Whether a token that has not changed the text adds none. One mark may stand for several bytes of a character, each of which has
+        text by itself."""
+        return not self._text.endswith(REPLACEMENT) or not self._decode([token])
 
     def flush(self) -> str:
         """The text that is still held, broken bytes as U+FFFD. No token may be pushed afterwards."""

@@ -41,7 +41,7 @@ from uuid import uuid4
 
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.lock import Lock
-from redis.exceptions import LockError, NoScriptError, ResponseError
+from redis.exceptions import LockError, NoScriptError, ReadOnlyError, ResponseError
 
 from gateway.requests import as_chosen
 from gateway.router import Holders
@@ -241,7 +241,16 @@ class RedisStore:
             except ResponseError as error:
                 if _is_of_keys(error):
                     raise _refused(request_id, error) from error
+                await self._leave_replica(error)
                 raise
+
+    async def _leave_replica(self, error: Exception) -> None:
+        """A server that has become a replica refuses writes on connections that it keeps open, and answers pings: connect anew, since the
+        name may lead to another one now. The client does so itself for single commands, not for the scripts of Redis 6 nor for errors that
+        a pipeline returns. (Clients of Sentinel and of a cluster follow the master.)"""
+        is_replica = isinstance(error, ReadOnlyError) or "READONLY" in _CODE.findall(str(error))
+        if is_replica and isinstance(self._client, Redis):
+            await self._client.connection_pool.disconnect(inuse_connections=False)
 
     async def write(self, writes: Sequence[Write], ttl_s: float) -> list[int | StoreRefused]:
         """All writes in one round trip."""
@@ -257,6 +266,7 @@ class RedisStore:
                 found = [await self._written(own, values) for own, values in zip(keys, arguments, strict=True)]
             for error in found:
                 if isinstance(error, Exception) and not _is_of_keys(error):
+                    await self._leave_replica(error)
                     raise error
         return [
             _refused(write.lease.request_id, length) if isinstance(length, Exception) else int(length)

@@ -73,6 +73,7 @@ def folder_of_kernels(version: str) -> Path:
     folder = user_cache() / "kernels" / version
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # numba asks the same of a folder, which may be there already
     except OSError:  # a container whose file system is read-only
         folder = Path(tempfile.mkdtemp(prefix="rootward-kernels-"))
     return folder

@@ -179,6 +179,8 @@ def _draw_family(b, limits, scores, trees):
         if i >= 0:
             _attach(b, 0, trees.ids[b, 0, i], True, scores.family[0], trees)
             made = 1
+    else:
+        trees.num_draws[b] += 1  # `core.growth` takes words for it all the same
     for i in range(num_chosen):
         _attach(b, 0, trees.ids[b, 0, i], False, scores.family[made + i], trees)
     trees.rank[b, 0] = limits.topk[b]  # no further children

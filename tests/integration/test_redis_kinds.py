@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -172,6 +172,27 @@ async def test_a_name_that_leads_to_another_master_is_followed() -> None:
             client.execute_command("REPLICAOF", "127.0.0.1", new.port)
             await registry.publish(worker)
             assert await registry.workers("verifier", "large") == (worker,)
+
+
+@pytest.mark.parametrize("call", ["write", "begin"])
+async def test_a_session_store_follows_a_name_to_another_master(call: str) -> None:
+    """Its scripts were refused by the old one for ever, since it answers pings and the connections stay open."""
+    with RedisProcess() as old, RedisProcess() as new, redis.Redis(port=old.port) as client:
+        master = old
+        async with proxy(lambda: master.port) as port, connected(f"redis://127.0.0.1:{port}/0") as store:
+            lease = await store.begin("one", "a", 30, ABOUT)
+            assert await store.write([Write(lease, 0, run(1))], 30) == [1]
+            master = new
+            client.execute_command("REPLICAOF", "127.0.0.1", new.port)
+
+            async def ask() -> object:
+                if call == "begin":
+                    return (await store.begin("two", "a", 30, ABOUT)).epoch
+                return (await store.write([Write(lease, 0, run(1))], 30))[0]
+
+            with suppress(StoreUnavailable):
+                await ask()
+            assert await ask() == 1
 
 
 @asynccontextmanager

@@ -124,6 +124,22 @@ def test_trees_are_those_of_core_growth(
     assert model.num_free_slots == 3
 
 
+def test_a_family_of_which_no_child_is_drawn_takes_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its row has no more atoms than are chosen. The next nodes were drawn with other words than in `core.growth`."""
+    target = a_target()
+    model = a_head(tmp_path, target, draft_ids=None, scale=1.0)
+    trees = compiled_trees(model, incarnation=9, best_first=SHAPE)
+    assert trees is not None
+    captured, features = Captured(monkeypatch), np.zeros((1, model.feature_size), np.float32)
+    for seed in range(1, 9):
+        opening, text = replace(OPENING, law=DraftMode.GREEDY, num_atoms=2, seed=seed), [3, seed + 20]
+        found = trees.grow([(Wanted(seed, text, opening, 16), features)])[seed]
+        number = int(captured.numbers[0])
+        assert same(found, by_core(opening, text, 16, captured.trees, 0, number, target.info.max_positions)), seed
+        assert found.tree.sampled[1:].any()
+        trees.forget(seed)
+
+
 def chosen(heads: HeadDrafts, texts: dict[int, list[int]], nodes: int) -> list[Snapshot | None]:
     """Chosen trees, which are a function of the rows."""
     opening = replace(OPENING, law=DraftMode.TOP_K)

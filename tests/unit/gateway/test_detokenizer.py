@@ -112,3 +112,24 @@ def test_tokens_without_text_do_not_pile_up_in_the_window(before):
     text = "".join([*(stream.push(token) for token in ids), stream.flush()])
     assert text == tokenizer.decode(ids)
     assert longest <= _MOVE_ANYWAY_AT
+
+
+@pytest.mark.parametrize("in_prompt", [False, True])
+@pytest.mark.parametrize("before", ["", "the "])
+def test_nor_do_they_behind_a_part_of_a_character(before, in_prompt):
+    """The text of all of them ends with a mark."""
+    tokenizer = byte_level()
+    longest = 0
+
+    def decode(ids):
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return tokenizer.decode(ids)
+
+    part, rest = tokenizer.encode("日")[:1], tokenizer.encode("日 stop")[1:]
+    prompt = [*tokenizer.encode(before), *part] if in_prompt else []
+    ids = [*([] if in_prompt else [*tokenizer.encode(before), *part]), *[10**6] * 300, *rest]
+    stream = Detokenizer(decode, prompt)
+    text = "".join([*(stream.push(token) for token in ids), stream.flush()])
+    assert text == (before if not in_prompt else "") + "日 stop"
+    assert longest <= _MOVE_ANYWAY_AT
