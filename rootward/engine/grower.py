@@ -320,7 +320,9 @@ class Grower(Generic[K]):
         return not any(growing.wants_level for growing in self.trees.values())
 
     def level(self) -> list[tuple[K, Grow]]:
-        """One draft forward for all trees that have rows. Returns the frames to send."""
+        """One draft forward for all trees that have rows. Returns the frames to send.
+
+        One of each level, not one of a whole tree, whose time would depend on what the tree holds (docs/decisions/0030)."""
         start_s = time.monotonic()
         active = [(key, g) for key, g in self.trees.items() if g.wants_level]
         if not all(g.ahead for _, g in active):  # growth for the next rounds goes first
