@@ -104,7 +104,7 @@ class Trees(NamedTuple):
     feature: Any  # float32[B, M, E]: for its children
 
 
-# Sums of scores are in the order of `core.growth`. The kernel too is without the liberties of others: they reach what is inlined into it.
+# Sums of scores are in the order of `core.growth`. Not `fastmath`, neither here nor in the kernel, whose flags hold for inlined functions.
 exactly = numba.njit(nogil=True, error_model="numpy", forceinline=True)
 kernel = numba.njit(**exact)
 

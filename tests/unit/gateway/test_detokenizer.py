@@ -80,56 +80,49 @@ def test_special_tokens_are_hidden_or_shown():
     assert "".join(pieces(tokenizer, ids, skip_special_tokens=False)) == "ab<|end|>c"
 
 
+class CountingDecode:
+    """longest: most tokens that were decoded in one call."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.longest = tokenizer, 0
+
+    def __call__(self, ids):
+        self.longest = max(self.longest, len(ids))
+        return self._tokenizer.decode(ids)
+
+
 def test_the_window_stays_short():
     tokenizer = byte_level()
-    longest = 0
-
-    def decode(ids):
-        nonlocal longest
-        longest = max(longest, len(ids))
-        return tokenizer.decode(ids)
-
+    decode = CountingDecode(tokenizer)
     stream = Detokenizer(decode)
     broken = tokenizer.encode("é")[0:1] * 300  # bytes that never become a character
     for token in [*tokenizer.encode("the stop string " * 50), *broken]:
         stream.push(token)
-    assert longest <= _MOVE_ANYWAY_AT
+    assert decode.longest <= _MOVE_ANYWAY_AT
 
 
 @pytest.mark.parametrize("before", ["", "the ", "日本"])
 def test_tokens_without_text_do_not_pile_up_in_the_window(before):
     """Padding of the vocabulary has ids that the tokenizer does not know: each of them was decoded with all those before it."""
     tokenizer = byte_level()
-    longest = 0
-
-    def decode(ids):
-        nonlocal longest
-        longest = max(longest, len(ids))
-        return tokenizer.decode(ids)
-
+    decode = CountingDecode(tokenizer)
     stream = Detokenizer(decode)
     ids = [*tokenizer.encode(before), *[10**6] * 300, *tokenizer.encode("é stop")] if before else [10**6] * 300
     text = "".join([*(stream.push(token) for token in ids), stream.flush()])
     assert text == tokenizer.decode(ids)
-    assert longest <= _MOVE_ANYWAY_AT
+    assert decode.longest <= _MOVE_ANYWAY_AT
 
 
 @pytest.mark.parametrize("in_prompt", [False, True])
 @pytest.mark.parametrize("before", ["", "the "])
-def test_nor_do_they_behind_a_part_of_a_character(before, in_prompt):
-    """The text of all of them ends with a mark."""
+def test_tokens_without_text_do_not_pile_up_behind_a_part_of_a_character(before, in_prompt):
+    """The text of the window ends with a replacement mark (U+FFFD) until the rest of the character comes."""
     tokenizer = byte_level()
-    longest = 0
-
-    def decode(ids):
-        nonlocal longest
-        longest = max(longest, len(ids))
-        return tokenizer.decode(ids)
-
+    decode = CountingDecode(tokenizer)
     part, rest = tokenizer.encode("日")[:1], tokenizer.encode("日 stop")[1:]
     prompt = [*tokenizer.encode(before), *part] if in_prompt else []
     ids = [*([] if in_prompt else [*tokenizer.encode(before), *part]), *[10**6] * 300, *rest]
     stream = Detokenizer(decode, prompt)
     text = "".join([*(stream.push(token) for token in ids), stream.flush()])
     assert text == (before if not in_prompt else "") + "日 stop"
-    assert longest <= _MOVE_ANYWAY_AT
+    assert decode.longest <= _MOVE_ANYWAY_AT
