@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from drafter_service.growth_loop import DrafterService, without_model
+from drafter_service.growth_loop import DrafterService, Trees, without_model
 from drafter_service.lookup_grower import LookupGrower
 from drafter_service.metrics import Key
 from drafter_service.servicer import DrafterServicer
@@ -52,9 +52,17 @@ def build(model: DraftModel, settings: DrafterSettings) -> DrafterService:
         group=lambda key: key[0],
     )
     grower.demand.rows = min(rows, settings.max_num_seqs * settings.draws_per_level)  # what its trees can fill
-    head = DraftHead(model.info.fingerprint, feature_size, settings.feature_dtype == "int8") if feature_size else None
+    trees: Trees = grower
+    head: DraftHead | None = None
+    if feature_size:
+        from drafter_service.head_grower import HeadGrower
+        from rootward.engine.head_growth import compiled_trees
+
+        head = DraftHead(model.info.fingerprint, feature_size, settings.feature_dtype == "int8")
+        compiled = compiled_trees(model, incarnation=grower.incarnation, best_first=best_first)
+        trees = grower if compiled is None else HeadGrower(compiled, grower)
     return DrafterService(
-        grower,
+        trees,
         capacity=settings.max_num_seqs,
         max_atoms=settings.law_atoms,
         pool=settings.pool,
@@ -128,6 +136,7 @@ async def load(settings: DrafterSettings) -> DraftModel:
 
 def load_head(settings: DrafterSettings) -> DraftModel:
     """The draft head that these settings name, for their target."""
+    from rootward.engine.head_growth import compile_growth
     from rootward.engine.head_loading import load_head_apart
 
     if settings.cuda_graphs or settings.target_tokenizer:
@@ -135,7 +144,7 @@ def load_head(settings: DrafterSettings) -> DraftModel:
         raise ConfigurationError(f"{name}: not for a draft head; leave it out")
     if not settings.target:
         raise ConfigurationError("target: a draft head needs its target's embedding; give the target's folder")
-    return load_head_apart(
+    head = load_head_apart(
         settings.model.removeprefix(HEAD),
         settings.target,
         device=settings.device,
@@ -143,6 +152,8 @@ def load_head(settings: DrafterSettings) -> DraftModel:
         max_slots=settings.max_num_seqs,
         max_len=settings.max_model_len,
     )
+    compile_growth(head)
+    return head
 
 
 async def serve(settings: DrafterSettings) -> None:

@@ -46,6 +46,7 @@ from rootward.metrics import Gauges
 from rootward.ports import DEFAULT_POOL, DrafterInfo, ModelInfo
 
 if TYPE_CHECKING:  # a drafter without a model loads no torch
+    from drafter_service.head_grower import HeadGrower
     from drafter_service.lookup_grower import LookupGrower
     from rootward.engine.grower import Grower
 
@@ -63,7 +64,7 @@ UNFAIR = 2  # a verifier gives up a tree if it holds at least this many more tha
 Terms = tuple[ModelInfo, str]  # model as announced to this verifier; reason for a refusal ("": accepted)
 Agree = Callable[[Hello, ModelInfo], Terms]
 # All living trees of one drafter, called on one thread. `level` does a bounded piece of work, so that no commit is applied late.
-Trees: TypeAlias = "Grower[Key] | LookupGrower"
+Trees: TypeAlias = "Grower[Key] | HeadGrower | LookupGrower"
 
 
 class DrafterService:

@@ -136,11 +136,8 @@ class GrowingTree:
         """Add features of the tokens first, first + 1, … of the text. Earlier tokens whose features have not arrived get zeros."""
         if self.features is None:
             return
-        known = len(self.features)
         at = first - (self.tree.length - len(self.pending))
-        end = min(at, len(self.pending))  # a peer may name any position
-        gap = np.zeros((max(0, end - known), self.features.shape[1]), np.float32)
-        self.features = np.concatenate([self.features, gap, rows[max(0, known - at) :]])[: len(self.pending)]
+        self.features = placed_features(self.features, rows, at=at, most=len(self.pending))
 
     def follow_prediction(self, tokens: Sequence[int]) -> None:
         """Extend the text by `tokens`; the tree then grows along the path that the client predicts after it."""
@@ -157,6 +154,13 @@ class GrowingTree:
         own.beyond = 0 if self.ratio else ahead
         own.node_cap = min(self.nodes + own.beyond if self.wants_tree else own.node_cap, most)
         self.growth.budget = replace(self.growth.budget, nodes=ahead if self.ratio else 0)
+
+
+def placed_features(held: NDArray[np.float32], rows: NDArray[np.float32], *, at: int, most: int) -> NDArray[np.float32]:
+    """Features of the first tokens of a text, `rows` being those of the tokens from `at` on: at most `most`, with zeros in a gap."""
+    end = min(at, most)  # a peer may name any position
+    gap = np.zeros((max(0, end - len(held)), held.shape[1]), np.float32)
+    return np.concatenate([held, gap, rows[max(0, len(held) - at) :]])[:most]
 
 
 class IdleTime:
@@ -257,13 +261,14 @@ class Grower(Generic[K]):
         """A part of the features that an Open has announced. Returns a Reject if they are not those of this model."""
         if (growing := self.trees.get(key)) is None:
             return None
-        if fault := self._feature_fault(message.features):
+        if fault := self.feature_fault(message.features):
             return Reject(message.slot, fault)
         self.idle_time.end()
         growing.add_features(message.first, message.features.rows)
         return None
 
-    def _feature_fault(self, features: Features) -> str:
+    def feature_fault(self, features: Features) -> str:
+        """Why features are not those of this model; "" if they are."""
         if features.size == self.feature_size:
             return ""
         return f"features: rows of {features.size} numbers; this drafter takes {self.feature_size or 'none'}, as its HelloAck says"
@@ -280,7 +285,7 @@ class Grower(Generic[K]):
             return []
         if fit is Fit.LOST or max(message.tokens, default=0) >= self.model.info.vocab_size:
             return [NeedSync(message.slot, tree.length, tree.hash)]
-        if message.features is not None and (fault := self._feature_fault(message.features)):
+        if message.features is not None and (fault := self.feature_fault(message.features)):
             return [Reject(message.slot, fault)]
         self.idle_time.end()
         self.demand.round(growing.compute_s)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -35,9 +35,9 @@ from rootward.engine.atoms import MOST_SORTED_ATOMS, atoms_of
 from rootward.engine.batch import Step
 from rootward.engine.cpu_kernels import VisibleKeys
 from rootward.engine.grower import draft_sampling
-from rootward.engine.head_model import DraftHead, HeadModel
+from rootward.engine.head_model import HeadModel
 from rootward.engine.verify_kernels import exact, words_of_block
-from rootward.ports import Reduction
+from rootward.ports import DraftModel, Reduction
 
 Features = NDArray[np.float32]
 MODES = (DraftMode.SAMPLED, DraftMode.GREEDY, DraftMode.TOP_K)
@@ -98,6 +98,7 @@ class Trees(NamedTuple):
     mass: Any  # sum of `left`
     sampled: Any  # bool[B, M]
     score: Any  # float64[B, M]
+    at_rest: Any  # bool[B]: no further node will be made
     ids: Any  # int64[B, M, K]: the atoms of its row
     weight: Any  # int64[B, M, K]: their integer weights, 0 where there is no atom
     left: Any  # int64[B, M, K]: without those of drawn children
@@ -318,16 +319,19 @@ def _rows_of_level(num_rows, texts, last_position, limits, trees):
 
 @exactly
 def _work_left(limits, scores, trees):
-    """(rows of the next level, whether a child can be made without one)."""
+    """(rows of the next level, whether a child can be made without one), after which it is known which trees are at rest."""
     num_rows, may_draw = 0, False
     for b in range(len(limits.nodes)):
+        trees.at_rest[b] = True
         if trees.size[b] > limits.nodes[b]:
             continue
         for v in range(trees.size[b]):
             if trees.rank[b, v] < 0:
-                num_rows += v > 0 and _may_have_children(b, v, limits, trees)
-            else:
-                may_draw = may_draw or _score(b, v, limits, scores, trees)[1]
+                is_row = v > 0 and _may_have_children(b, v, limits, trees)
+                num_rows += is_row
+                trees.at_rest[b] = trees.at_rest[b] and not is_row
+            elif _score(b, v, limits, scores, trees)[1]:
+                may_draw, trees.at_rest[b] = True, False
     return num_rows, may_draw
 
 
@@ -375,7 +379,7 @@ class Wanted(Protocol):
     """A tree of at most `nodes` nodes. text: the committed tokens, the last one is the root."""
 
     @property
-    def session(self) -> int: ...
+    def session(self) -> Hashable: ...
     @property
     def text(self) -> Sequence[int]: ...
     @property
@@ -384,10 +388,10 @@ class Wanted(Protocol):
     def nodes(self) -> int: ...
 
 
-class Compiling(NamedTuple):
-    """The tree that `HeadTrees.compile` grows."""
+class TreeToGrow(NamedTuple):
+    """A `Wanted`."""
 
-    session: int
+    session: Hashable
     text: Sequence[int]
     opening: Open
     nodes: int
@@ -403,14 +407,14 @@ class ReadText:
     key: int
 
 
-def compiled_trees(model: DraftHead, *, incarnation: int, best_first: BestFirst) -> HeadTrees | None:
-    """None: the head is not computed by kernels, or is no autoregressive one."""
+def compiled_trees(model: DraftModel, *, incarnation: int, best_first: BestFirst) -> HeadTrees | None:
+    """None: the model is no head that is computed by kernels, or no autoregressive one."""
     if not isinstance(model, HeadModel) or not model.head.has_kernels or (model.window or UNLIMITED) < ROWS_OF_PART:
         return None
     return HeadTrees(model, incarnation=incarnation, best_first=best_first)
 
 
-def compile_growth(model: DraftHead) -> None:
+def compile_growth(model: DraftModel) -> None:
     """Compile what trees of this head need, if it has not been on this machine, which takes seconds. On the thread that loads the model:
     the event loop goes on, and no other thread begins to compute."""
     if (trees := compiled_trees(model, incarnation=0, best_first=BestFirst())) is not None:
@@ -429,15 +433,84 @@ class LevelStep(Step):
         return self._seen
 
 
+class TreeBatch:
+    """Trees that grow together, a forward of the head for each level. The first one reads their texts.
+
+    wanted, texts: the trees, and what of their texts the head has read before."""
+
+    def __init__(
+        self,
+        model: HeadModel,
+        wanted: Sequence[Wanted],
+        texts: Sequence[ReadText],
+        *,
+        inputs: Texts,
+        limits: Limits,
+        scores: Scores,
+        trees: Trees,
+        atoms: tuple[Any, Any],
+    ) -> None:
+        self.wanted, self.texts, self.trees = wanted, texts, trees
+        self._model, self._inputs, self._limits, self._scores = model, inputs, limits, scores
+        self._atoms, self._last_position = atoms, model.info.max_positions - 1
+        positions, cells, seen = rows_of_text(inputs, self._last_position)
+        of_tree, node = np.arange(len(wanted)), np.zeros(len(wanted), np.int64)
+        self._rows: tuple[Any, ...] = of_tree, node, inputs.ids, inputs.features, positions, cells, seen
+        self._kept: Any = inputs.start[1:] - 1  # rows of this forward whose logits are wanted
+        self.num_tokens: list[int] = np.diff(inputs.start).tolist()  # of each text that are read
+
+    @property
+    def done(self) -> bool:
+        """No tree will get another node."""
+        return len(self._rows[2]) == 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the next forward."""
+        return len(self._rows[2])
+
+    def level(self) -> None:
+        """A forward, and the nodes that it allows."""
+        of_tree, node, ids, features, positions, cells, seen = self._rows
+        kind, table = self._atoms
+        step = LevelStep(ids, positions, cells, seen, self._kept if len(self._kept) < len(ids) else None)
+        packed, passed_on = self._model.expanded(step, features, Reduction(kind, kind.reduce, table[of_tree]))
+        passed_on = passed_on if step.wanted is None else passed_on[self._kept]
+        own = self._last_position, self._inputs, self._limits, self._scores, self.trees
+        self._rows = next_level(of_tree, node, packed, passed_on, *own)
+        self._kept = self._rows[2]
+
+    def give_up(self, b: int) -> None:
+        """Make no more nodes of a tree. Its rows of the next forward, which are fixed, are computed all the same."""
+        self._limits.nodes[b] = 0
+
+    def declared(self, b: int, node: int) -> tuple[Any, Any] | None:
+        """(ids, weights int64[k]): the distribution that the drawn children of a node come from. None: there are none."""
+        trees = self.trees
+        # A family draws from what it does not choose.
+        first = 0 if node else int((~trees.sampled[b, 1 : trees.size[b]]).sum())
+        end = int(trees.support[b, node])
+        return (trees.ids[b, node, first:end], trees.weight[b, node, first:end]) if first < end else None
+
+    def snapshot(self, b: int) -> Snapshot:
+        """The tree as it is."""
+        trees, size = self.trees, int(self.trees.size[b])
+        is_drawn = self.wanted[b].opening.law.ratio
+        tree = TokenTree(trees.token[b, :size], trees.parent[b, :size], trees.sampled[b, :size])
+        rows = tuple(self.declared(b, node) if is_drawn else None for node in range(size))
+        return Snapshot(tree, tuple(range(size)), rows)
+
+
 class HeadTrees:
     """Trees of sessions by `next_level`. best_first: settings of their growth. incarnation: see `Grower`."""
 
     def __init__(self, model: HeadModel, *, incarnation: int, best_first: BestFirst):
         self._model, self._incarnation, self._best_first = model, incarnation, best_first
-        self._texts: dict[int, ReadText] = {}
+        self.num_slots = model.size.num_slots
+        self._texts: dict[Hashable, ReadText] = {}
         self._draw_number = 0
 
-    def takes(self, session: int, opening: Open) -> bool:
+    def takes(self, session: Hashable, opening: Open) -> bool:
         """Whether trees of this session are grown here."""
         if session in self._texts:
             return True
@@ -450,22 +523,54 @@ class HeadTrees:
         near = opening.max_depth < (self._model.window or UNLIMITED)  # a node sees its whole path
         return plain and atoms and near and not opening.prediction
 
-    def forget(self, session: int) -> None:
+    def forget(self, session: Hashable) -> None:
         if (text := self._texts.pop(session, None)) is not None:
             self._model.close(text.slot)
 
-    def grow(self, wanted: Sequence[tuple[Wanted, Features]]) -> dict[int, Snapshot]:
+    def grow(self, wanted: Sequence[tuple[Wanted, Features]]) -> dict[Hashable, Snapshot]:
         """A tree for each session; none where the text fills the context, or no slot is free. Features: of the positions before each of
         the last n tokens of the text, float32[n, E]."""
+        batch = self.start(wanted)
+        if batch is None:
+            return {}
+        while not batch.done:
+            batch.level()
+        self.finish(batch)
+        return {one.session: batch.snapshot(b) for b, one in enumerate(batch.wanted)}
+
+    def start(self, wanted: Sequence[tuple[Wanted, Features]]) -> TreeBatch | None:
+        """The trees that `grow` would return, before the first forward; None: there are none. Until `finish` no other batch may have one of
+        their sessions, and none of these may be forgotten."""
         ready = [(one, features) for one, features in wanted if self._has_slot(one, len(features))]
         if not ready:
-            return {}
-        trees = self._grown([one for one, _ in ready], [features for _, features in ready])
-        return {one.session: tree for (one, _), tree in zip(ready, trees, strict=True)}
+            return None
+        model, trees = self._model, [one for one, _ in ready]
+        own = [self._texts[one.session] for one in trees]
+        tokens = [one.text[text.length :] for one, text in zip(trees, own, strict=True)]
+        start = np.cumsum([0, *map(len, tokens)])
+        for one, text, new in zip(trees, own, tokens, strict=True):
+            model.reserve(text.slot, len(new) + one.nodes)
+        limits, *atoms = self._limits(trees, own)
+        return TreeBatch(
+            model,
+            trees,
+            own,
+            inputs=self._inputs(own, tokens, start, [features for _, features in ready]),
+            limits=limits,
+            scores=self._scores(own[0].strategy),
+            trees=self._roots(trees),
+            atoms=(atoms[0], atoms[1]),
+        )
+
+    def finish(self, batch: TreeBatch) -> None:
+        """Keep what the batch has read of its texts, and none of its nodes. After one level at least."""
+        for text, num_tokens in zip(batch.texts, batch.num_tokens, strict=True):
+            self._model.append(text.slot, num_tokens)
+            text.length += num_tokens
 
     def compile(self) -> None:
         """Grow a tree, which compiles what has not been."""
-        tree = Compiling(0, (0, 0), Open(0, 0, (), Sampling(), DraftMode.SAMPLED, 0, 0, 1, 1, 1, 1, (0,)), 1)
+        tree = TreeToGrow(0, (0, 0), Open(0, 0, (), Sampling(), DraftMode.SAMPLED, 0, 0, 1, 1, 1, 1, (0,)), 1)
         if self.takes(tree.session, tree.opening):
             self.grow([(tree, np.zeros((1, self._model.feature_size), np.float32))])
             self.forget(tree.session)
@@ -485,32 +590,6 @@ class HeadTrees:
             self._texts[one.session] = ReadText(self._model.open(), read, self._strategy(one.opening), key)
         return True
 
-    def _grown(self, wanted: Sequence[Wanted], known: Sequence[Features]) -> list[Snapshot]:
-        model, own = self._model, [self._texts[one.session] for one in wanted]
-        tokens = [one.text[text.length :] for one, text in zip(wanted, own, strict=True)]
-        start = np.cumsum([0, *map(len, tokens)])
-        for one, text, new in zip(wanted, own, tokens, strict=True):
-            model.reserve(text.slot, len(new) + one.nodes)
-        trees, limits, kind, table = self._roots(wanted), *self._limits(wanted, own)
-        texts = self._inputs(own, tokens, start, known)
-        last = model.info.max_positions - 1
-        of_tree, node = np.arange(len(wanted)), np.zeros(len(wanted), np.int64)
-        ids, features = texts.ids, texts.features
-        positions, cells, seen = rows_of_text(texts, last)
-        last_rows: Any = start[1:] - 1
-        scores = self._scores(own[0].strategy)
-        while len(ids):
-            step = LevelStep(ids, positions, cells, seen, last_rows if len(last_rows) < len(ids) else None)
-            packed, passed_on = model.expanded(step, features, Reduction(kind, kind.reduce, table[of_tree]))
-            passed_on = passed_on if step.wanted is None else passed_on[last_rows]
-            level = next_level(of_tree, node, packed, passed_on, last, texts, limits, scores, trees)
-            of_tree, node, ids, features, positions, cells, seen = level
-            last_rows = ids
-        for one, text, new in zip(wanted, own, tokens, strict=True):
-            model.append(text.slot, len(new))
-            text.length = len(one.text)
-        return [_snapshot(trees, b, drawn=one.opening.law.ratio) for b, one in enumerate(wanted)]
-
     def _roots(self, wanted: Sequence[Wanted]) -> Trees:
         num_trees, most = len(wanted), 1 + max(one.nodes for one in wanted)
         num_atoms = max(one.opening.num_atoms for one in wanted)
@@ -528,6 +607,7 @@ class HeadTrees:
             mass=mass,
             sampled=np.zeros((num_trees, most), np.bool_),
             score=np.zeros((num_trees, most)),
+            at_rest=np.zeros(num_trees, np.bool_),
             ids=rows[0],
             weight=rows[1],
             left=rows[2],
@@ -586,18 +666,3 @@ class HeadTrees:
             failed_later=math.log1p(-strategy.later),
             family=np.array([math.log(mass) for mass in strategy.root_family]),  # to the last bit: scores may be equal
         )
-
-
-def _snapshot(trees: Trees, b: int, *, drawn: bool) -> Snapshot:
-    """drawn: nodes declare the distributions that their children were drawn from."""
-    size = int(trees.size[b])
-    sampled = trees.sampled[b, :size]
-    rows: list[tuple[Any, Any] | None] = [None] * size
-    if drawn:
-        first = int((~sampled[1:]).sum())  # a family draws from what it does not choose
-        for v, end in enumerate(trees.support[b, :size].tolist()):
-            if first < end:
-                rows[v] = trees.ids[b, v, first:end], trees.weight[b, v, first:end]
-            first = 0
-    tree = TokenTree(trees.token[b, :size], trees.parent[b, :size], sampled)
-    return Snapshot(tree, tuple(range(size)), tuple(rows))

@@ -164,7 +164,10 @@ class BestFirst(Strategy):
         return [place.score + math.log(mass) for mass in self.root_family]
 
     def draws(self, num_nodes: int) -> int:
-        return min(self.draws_per_level, max(1, (num_nodes + 1) // self.least_levels))
+        """The same in all levels as far as that goes: 5 nodes make levels of 3 and 2, not of 4 and 1."""
+        most = min(self.draws_per_level, max(1, (num_nodes + 1) // self.least_levels))
+        num_levels = max(1, -(-num_nodes // most))
+        return max(1, -(-num_nodes // num_levels))
 
     def score(self, place: Place, new_words: NewWords) -> float:
         """Log-probability that the next child is reached."""

@@ -20,6 +20,11 @@ def test_a_small_tree_has_at_least_so_many_levels_as_it_should(cap: int, draws: 
     assert cap < 4 or -(-cap // strategy.draws(cap)) >= 4
 
 
+@pytest.mark.parametrize(("cap", "draws"), [(0, 1), (4, 4), (5, 3), (6, 3), (7, 4), (9, 3), (10, 4), (16, 4)])
+def test_the_levels_of_a_tree_are_even(cap: int, draws: int) -> None:
+    assert BestFirst(draws_per_level=4).draws(cap) == draws
+
+
 def grown(num_nodes: int, **strategy) -> LivingTree:
     tree = LivingTree(3, 0, vocab_size=4)
     growth = Growth(tree, BestFirst(max_depth=6, topk=4, draws_per_level=1, **strategy), node_cap=num_nodes)
