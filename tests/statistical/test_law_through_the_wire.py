@@ -9,15 +9,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from support.heads import TabularHead
+import torch
+from support.heads import TabularHead, eagle3
 from support.services import collect, over_grpc, request, tabular_pair
+from unit.engine import networks
 
 from benchmarks.results import p_value
 from rootward.core.frames import ToDrafter
+from rootward.core.growth import BestFirst
 from rootward.core.requests import DraftMode, Rule
+from rootward.engine.head_growth import TreeBatch, compiled_trees
+from rootward.engine.head_model import HeadModel
+from rootward.engine.heads import load_head
 from rootward.engine.tabular import TabularModel
 from rootward.engine.verify import ForestLaw, forest_law
 from verifier_service.audit import DrafterAudit
@@ -62,7 +70,8 @@ async def texts_of(
 
 CASES = [*((rule, 0) for rule in RULES), ("traversal-sampled", 24), ("traversal-greedy", 24)]
 HEAD_CASES = [("right", False), ("right", True), ("stale", False), ("missing", True), ("lost", False)]
-NUM_TESTS = len(CASES) + len(HEAD_CASES)
+COMPILED_CASES = ["traversal-sampled", "traversal-greedy"]
+NUM_TESTS = len(CASES) + len(HEAD_CASES) + len(COMPILED_CASES)
 
 
 @pytest.mark.parametrize(("rule", "ahead"), CASES)
@@ -125,6 +134,50 @@ async def test_a_head_in_a_drafter_emits_the_target_s_law_whatever_its_features_
     texts = await texts_of(target, heads[0], num_requests=64, length=320, system=system, **RULES["traversal-sampled"])
     assert sum(map(len, texts)) - 3 * len(texts) >= 20_000
     assert p_value(target, texts) > ALPHA / NUM_TESTS
+
+
+class TableOfFeatures(TabularHead):
+    """Makes the features of a head with hidden states from the tokens of a tabular target: a random vector for each."""
+
+    feature_size = 32
+
+    def fuse(self, states_NS: torch.Tensor) -> torch.Tensor:
+        table = torch.randn((self.vocab, self.feature_size), generator=torch.Generator().manual_seed(1))
+        return table[states_NS[:, 0].long() % self.vocab]
+
+
+async def texts_of_a_compiled_head(folder: Path, target: TabularModel, rule: str) -> list[list[int]]:
+    """A head of random weights in a drafter, whose trees compiled code grows."""
+    network = networks.tiny("LlamaConfig", vocab_size=VOCAB, num_hidden_layers=6, max_position_embeddings=4096)
+    head = load_head(str(eagle3(folder, network, draft_ids=None, scale=0.3)), network)
+    fuse = TableOfFeatures(target, max_slots=32)
+    draft = HeadModel(head, target.info, name="head", max_slots=32, fingerprint=fuse.info.fingerprint)
+    assert compiled_trees(draft, incarnation=1, best_first=BestFirst()) is not None
+    system = {"fuse": fuse, "law_atoms": VOCAB - 1}
+    return await texts_of(target, draft, num_requests=64, length=320, system=system, **RULES[rule])
+
+
+@pytest.mark.parametrize("rule", COMPILED_CASES)
+async def test_a_head_that_compiled_code_grows_in_a_drafter_leaves_the_target_s_law(rule: str, tmp_path: Path) -> None:
+    target, _ = tabular_pair(vocab=VOCAB, slots=32)
+    texts = await texts_of_a_compiled_head(tmp_path, target, rule)
+    assert sum(map(len, texts)) - 3 * len(texts) >= 20_000
+    assert p_value(target, texts) > ALPHA / NUM_TESTS
+
+
+async def test_the_same_test_fails_when_a_drafter_declares_other_distributions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declared = TreeBatch.declared
+
+    def flatter(batch: TreeBatch, b: int, node: int) -> tuple[Any, Any] | None:
+        row = declared(batch, b, node)
+        return None if row is None else (row[0], np.ceil(np.sqrt(row[1])).astype(np.int64))
+
+    monkeypatch.setattr(TreeBatch, "declared", flatter)
+    monkeypatch.setattr(DrafterAudit, "trusts", lambda self, drafter, pool: True)
+    target, _ = tabular_pair(vocab=VOCAB, slots=32)
+    assert p_value(target, await texts_of_a_compiled_head(tmp_path, target, "traversal-sampled")) < 1e-12
 
 
 def against_a_stale_row(forest, ids, weight, target_at, tail) -> ForestLaw:

@@ -11,6 +11,7 @@ from support.tabular import perturbed
 
 from benchmarks.slow_link import Conditions, SlowLink
 from drafter_service.growth_loop import DrafterService
+from drafter_service.head_grower import HeadGrower
 from drafter_service.servicer import DrafterServicer
 from rootward.core.frames import DraftHead
 from rootward.core.growth import BestFirst
@@ -26,6 +27,7 @@ from rootward.core.requests import (
 )
 from rootward.discovery.sources import StaticDiscovery
 from rootward.engine.grower import Grower
+from rootward.engine.head_growth import compiled_trees
 from rootward.engine.head_model import DraftHead as HeadModel
 from rootward.engine.tabular import TabularModel
 from rootward.engine.verify import LawFunction, forest_law
@@ -52,9 +54,14 @@ def drafter_of(
     model: LanguageModel, *, incarnation: int = 7, capacity: int = 64, int8: bool = False, **policy
 ) -> DrafterService:
     """int8: how a draft head wants features."""
-    grower = Grower(model, incarnation=incarnation, best_first=BestFirst(**policy))
-    head = DraftHead(model.info.fingerprint, grower.feature_size, int8) if grower.feature_size else None
-    return DrafterService(grower, capacity=capacity, head=head)
+    best_first = BestFirst(**policy)
+    grower = Grower(model, incarnation=incarnation, best_first=best_first)
+    if not grower.feature_size:
+        return DrafterService(grower, capacity=capacity)
+    head = DraftHead(model.info.fingerprint, grower.feature_size, int8)
+    compiled = compiled_trees(model, incarnation=incarnation, best_first=best_first)
+    trees = grower if compiled is None else HeadGrower(compiled, grower)
+    return DrafterService(trees, capacity=capacity, head=head)
 
 
 def verifier_settings(**changes) -> VerifierSettings:
