@@ -58,6 +58,7 @@ MEMORY = 0.2  # weight of the newest gain
 # Answers without use that are read in a second: an honest drafter sends a few for each tree that is closed.
 USELESS_PER_S = 8192
 NODES_AN_ANSWER = 32  # nodes or rows that take as long to read as the rest of an answer
+ANSWERS_A_FRAME = 16  # that take as long to read as a frame without any, which wakes the engine as well
 
 Budget = Callable[[Session, Draft], int | None]
 
@@ -310,8 +311,10 @@ class Link:
         return max(0.0, self._useless / USELESS_PER_S - 1.0)
 
     def _receive(self, frame: FromDrafter) -> None:
-        if frame.grows or frame.need_syncs or frame.rejects:  # a heartbeat answers nothing
+        is_answer = bool(frame.grows or frame.need_syncs or frame.rejects)  # a heartbeat answers nothing
+        if is_answer:
             self.unanswered_since_s = None
+        useless = self._useless
         if frame.ack is not None:
             self._on_ack(frame.ack)
         if frame.load is not None:
@@ -322,6 +325,8 @@ class Link:
             self._on_reject(reject)
         for grow in frame.grows:
             self._on_grow(grow)
+        if not is_answer or self._useless > useless:
+            self._useless += ANSWERS_A_FRAME
         self._on_growth()
 
     def _on_ack(self, ack: HelloAck) -> None:

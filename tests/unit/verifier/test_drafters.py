@@ -32,7 +32,7 @@ from rootward.core.rng import Key, Role
 from rootward.ports import Peer
 from rootward.wire import drafter_codec
 from verifier_service.circuit_breaker import MAX_MISSES
-from verifier_service.drafter_link import USELESS_PER_S, Link
+from verifier_service.drafter_link import ANSWERS_A_FRAME, USELESS_PER_S, Link
 from verifier_service.drafter_pool import DrafterPool
 from verifier_service.head_drafts import TextFeatures
 from verifier_service.session import Draft, Session, number_of
@@ -542,6 +542,21 @@ class Flooding:
             if self.frame is not None:
                 self.num_sent += 1
                 yield self.frame
+
+
+@pytest.mark.parametrize("frame", [FromDrafter(), FromDrafter(load=Load())])
+async def test_a_flood_of_frames_without_answers_is_read_slowly(frame: FromDrafter) -> None:
+    """Each wakes the engine."""
+    drafter, woken = Flooding(), []
+    busy = Link("d", hello, lambda: woken.append(1))
+    reading = asyncio.create_task(busy.run(drafter))
+    await until(lambda: busy.ack is not None)
+    drafter.frame, start_s = frame, time.monotonic()
+    await until(lambda: len(woken) >= USELESS_PER_S / ANSWERS_A_FRAME)  # of the first second
+    await asyncio.sleep(0.5)
+    assert len(woken) <= USELESS_PER_S / ANSWERS_A_FRAME * (time.monotonic() - start_s + 1) + 2
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
 
 
 @pytest.mark.parametrize("kind", ["closed", "nodes", "empty", "need_sync", "reject"])
