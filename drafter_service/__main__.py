@@ -59,7 +59,8 @@ def build(model: DraftModel, settings: DrafterSettings) -> DrafterService:
         from rootward.engine.head_growth import compiled_trees
 
         head = DraftHead(model.info.fingerprint, feature_size, settings.feature_dtype == "int8")
-        compiled = compiled_trees(model, incarnation=grower.incarnation, best_first=best_first)
+        # An incarnation of its own: both count their draws, and no request may get the same random words twice.
+        compiled = compiled_trees(model, incarnation=secrets.randbits(64), best_first=best_first)
         trees = grower if compiled is None else HeadGrower(compiled, grower)
     return DrafterService(
         trees,

@@ -1,8 +1,8 @@
 """Trees of a draft head on a CPU, grown by compiled code, a frame a level. The interface is that of `grower.Grower`.
 
 Trees grow in batches: each that waits joins the next batch, whose first forward reads the texts. A commit for a tree of the batch ends its
-growth there; it waits for the end of the batch, at most the levels of one tree. Openings that compiled code does not serve
-(`HeadTrees.takes`) are left to a `Grower` with the same head.
+growth there; it waits for the end of the batch, at most the levels of one tree. Trees of many levels, and openings that compiled code
+does not serve (`HeadTrees.takes`), are left to a `Grower` with the same head.
 
 A tree begins anew with every commit, as all trees of heads (docs/decisions/0030).
 """
@@ -23,6 +23,8 @@ from rootward.core.living_tree import ROOT, Fit, LivingTree
 from rootward.engine.grower import Grower, fair_shares, placed_features
 from rootward.engine.head_growth import HeadTrees, TreeBatch, TreeToGrow
 
+MOST_LEVELS = 16  # of a tree in a batch, for which trees of other verifiers wait
+
 
 @dataclass(slots=True, eq=False)
 class HeadTree:
@@ -33,7 +35,7 @@ class HeadTree:
     features     float32[n, E]: of the first tokens that it has not read
     nodes        most of the next round; 0: it verifies no tree
     first_node   id of the first node of this tree
-    at_rest      its last frame before the next commit was sent
+    rest_sent    its last frame before the next commit was sent
     """
 
     open: Open
@@ -46,7 +48,7 @@ class HeadTree:
     first_node: int = 1
     num_sent: int = 0
     rows_sent: set[int] = field(default_factory=set)  # nodes whose draft distribution was sent
-    at_rest: bool = False
+    rest_sent: bool = False
     compute_s: float = 0.0  # of draft forwards for the next round
 
     @property
@@ -61,7 +63,7 @@ class HeadTree:
     @property
     def wants_growth(self) -> bool:
         """There is text to read, behind which a tree is to grow."""
-        return not self.at_rest and self.num_readable > 0
+        return not self.rest_sent and self.num_readable > 0
 
     def add_features(self, first: int, rows: NDArray[np.float32]) -> None:
         """Add features of the tokens first, first + 1, … of the text. Earlier tokens whose features have not arrived get zeros."""
@@ -76,7 +78,9 @@ class HeadTree:
 
 
 class HeadGrower:
-    """Trees by key. compiled: grows most of them. others: a grower with the same head for the rest."""
+    """Trees by key.
+
+    compiled: grows most of them. others: a grower with the same head for the rest; its settings and checks hold for all."""
 
     def __init__(self, compiled: HeadTrees, others: Grower[Key]) -> None:
         self._compiled, self._others = compiled, others
@@ -100,7 +104,8 @@ class HeadGrower:
             return Reject(message.slot, fault)
         if len(self.trees) >= self._num_slots:
             return Reject(message.slot, "no free slot", retry_after_ms=1000)
-        if not self._compiled.takes(key, message):
+        draws = min(self._others.best_first.draws(message.node_cap), message.topk)
+        if message.node_cap > MOST_LEVELS * draws or not self._compiled.takes(key, message):
             return self._others.open(key, message)
         prefix = message.prefix
         growing = HeadTree(
@@ -153,7 +158,7 @@ class HeadGrower:
         # Features of earlier tokens that are missing now do not arrive any more.
         growing.add_features(tree.length - len(features.rows), features.rows)
         growing.first_node += growing.num_sent
-        growing.num_sent, growing.compute_s, growing.at_rest = 0, 0.0, False
+        growing.num_sent, growing.compute_s, growing.rest_sent = 0, 0.0, False
         growing.rows_sent.clear()
         self._limit(growing, message.node_budget)
         return []
@@ -165,9 +170,10 @@ class HeadGrower:
         growing = self._trees.pop(key, None)
         if growing is None:
             self._others.close(key)
-        elif any(tree is growing for _, tree in self._growing.values()):  # it may have rows in the next forward
-            self._give_up(growing)
-            self._closed.append(key)
+            return
+        self._give_up(growing)
+        if self._batch is not None and any(one.session == key for one in self._batch.wanted):
+            self._closed.append(key)  # the batch may still write to its cells
         else:
             self._compiled.forget(key)
 
@@ -183,31 +189,32 @@ class HeadGrower:
             assert self._batch is not None
             self._batch.give_up(b)
             del self._growing[b]
+            self._end_if_grown(self._batch)
 
     # -- growth -------------------------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
-        waits = any(growing.wants_growth or self._only_rests(growing) for growing in self._trees.values())
+        waits = any(growing.wants_growth or self._rest_unsent(growing) for growing in self._trees.values())
         return self._batch is None and not waits and self._others.idle
 
     def level(self) -> list[tuple[Key, Grow]]:
         """One forward for the trees of the batch, and one for the others that have rows. Returns the frames to send."""
         frames = [] if self._others.idle else self._others.level()
         for key, growing in self._trees.items():
-            if self._only_rests(growing):
-                frames.append((key, _rest(growing)))
+            if self._rest_unsent(growing):
+                frames.append((key, _rest_frame(growing)))
         if self._batch is None:
             self._begin()
         return frames if self._batch is None else frames + self._run_level(self._batch)
 
     def _cannot_grow(self, growing: HeadTree) -> bool:
-        """Its next round verifies no tree, or its text fills the context."""
-        return growing.nodes == 0 or len(growing.text) >= self.info.max_positions
+        """Its next round verifies no tree, or no token behind its text can be drafted within the context."""
+        return growing.nodes == 0 or len(growing.text) + 1 >= self.info.max_positions
 
-    def _only_rests(self, growing: HeadTree) -> bool:
-        """Nothing but the frame that says so is left."""
-        return not growing.at_rest and self._cannot_grow(growing)
+    def _rest_unsent(self, growing: HeadTree) -> bool:
+        """All that is left is the frame that says that nothing will grow."""
+        return not growing.rest_sent and self._cannot_grow(growing)
 
     def _begin(self) -> None:
         """Start a batch of all trees that wait. Of a long text it reads a part, and grows no tree there."""
@@ -225,6 +232,7 @@ class HeadGrower:
     def _run_level(self, batch: TreeBatch) -> list[tuple[Key, Grow]]:
         """A level of the batch, and its frames. After an error the caller must close all trees."""
         start_s, num_rows = time.monotonic(), batch.num_rows
+        active = {b: entry for b, entry in self._growing.items() if not batch.trees.at_rest[b]}
         try:
             batch.level()
         except Exception:
@@ -233,15 +241,19 @@ class HeadGrower:
         seconds = time.monotonic() - start_s
         self.demand.level(num_rows, 0, seconds)
         frames: list[tuple[Key, Grow]] = []
-        for b, (key, growing) in self._growing.items():
+        for b, (key, growing) in active.items():
             growing.compute_s += seconds
             is_new = batch.trees.at_rest[b] or batch.trees.size[b] - 1 > growing.num_sent
-            if batch.wanted[b].nodes and not growing.at_rest and is_new:
+            if batch.wanted[b].nodes and is_new:
                 frames.append((key, self._frame(growing, batch, b, draft_us=int(1e6 * seconds))))
-        if batch.done or not self._growing:
+        self._end_if_grown(batch)
+        return frames
+
+    def _end_if_grown(self, batch: TreeBatch) -> None:
+        """End the batch if no tree that is not given up will get another node. After one level at least."""
+        if all(batch.trees.at_rest[b] for b in self._growing):
             self._compiled.finish(batch)
             self._end()
-        return frames
 
     def _end(self) -> None:
         """The batch has ended."""
@@ -262,7 +274,7 @@ class HeadGrower:
                 growing.rows_sent.add(node)
                 if (row := batch.declared(b, node)) is not None:
                     rows[growing.id_of(node)] = row
-        growing.num_sent, growing.at_rest = new.stop - 1, bool(trees.at_rest[b])
+        growing.num_sent, growing.rest_sent = new.stop - 1, bool(trees.at_rest[b])
         return Grow(
             growing.open.slot,
             growing.tree.length,
@@ -272,14 +284,14 @@ class HeadGrower:
             trees.token[b, new].copy(),  # a later level writes to the table
             trees.sampled[b, new].copy(),
             rows,
-            growing.at_rest,
+            growing.rest_sent,
             draft_us,
         )
 
 
-def _rest(growing: HeadTree) -> Grow:
+def _rest_frame(growing: HeadTree) -> Grow:
     """The frame that says that there will be no nodes."""
-    growing.at_rest = True
+    growing.rest_sent = True
     none = np.empty(0, np.int64)
     tree = growing.tree
     first = growing.first_node

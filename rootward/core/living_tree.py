@@ -166,7 +166,7 @@ class LivingTree:
 
     def fit(self, message: Commit) -> Fit:
         """How a commit message relates to the text of this replica."""
-        if message.base_len < self.length and message.base_len + len(message.tokens) <= self.length:
+        if message.base_len + len(message.tokens) <= self.length:
             return Fit.KNOWN
         hash_after = self.hash
         for token in message.tokens:

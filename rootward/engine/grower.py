@@ -461,6 +461,9 @@ class Grower(Generic[K]):
                 work.append((growing, rows, [growing.tree.root_id] if whole else []))
             else:
                 nodes = growing.growth.frontier(share)
+                if self.feature_size:  # the forward of a node gives the features of its children
+                    known = {ROOT, *growing.growth.own.rows}
+                    nodes = [n for n in nodes if growing.tree.nodes[n].parent in known]
                 work.append((growing, self._frontier_rows(growing, nodes), nodes))
         return work
 

@@ -45,6 +45,7 @@ CHOSEN = MODES.index(DraftMode.TOP_K)
 ROWS_OF_PART = 4  # rows that attention reads keys for together
 SMALLEST = sys.float_info.min  # of a chance, as in `BestFirst.score`
 UNLIMITED = 1 << 40  # positions
+MOST_EOS = 64  # tokens that end the text: each node is compared with those of all trees
 NOTHING = DraftDistribution(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
@@ -319,8 +320,8 @@ def _rows_of_level(num_rows, texts, last_position, limits, trees):
 
 @exactly
 def _work_left(limits, scores, trees):
-    """(rows of the next level, whether a child can be made without one), after which it is known which trees are at rest."""
-    num_rows, may_draw = 0, False
+    """Rows of the next level, after which it is known which trees are at rest."""
+    num_rows = 0
     for b in range(len(limits.nodes)):
         trees.at_rest[b] = True
         if trees.size[b] > limits.nodes[b]:
@@ -331,8 +332,8 @@ def _work_left(limits, scores, trees):
                 num_rows += is_row
                 trees.at_rest[b] = trees.at_rest[b] and not is_row
             elif _score(b, v, limits, scores, trees)[1]:
-                may_draw, trees.at_rest[b] = True, False
-    return num_rows, may_draw
+                trees.at_rest[b] = False
+    return num_rows
 
 
 @kernel
@@ -347,7 +348,7 @@ def next_level(
     scores: Scores,
     trees: Trees,
 ) -> tuple[Any, Any, Any, Any, Any, Any, VisibleKeys]:
-    """Give nodes the rows of a forward, draw children, and name the rows of the next forward, until there are any or all trees are grown.
+    """Give nodes the rows of a forward, draw the children of a level, and name the rows of the next forward.
 
     of_tree, node int64[N]: of each row; packed int64[N, K]: its atoms; passed_on float32[N, E]: what its children read.
     Returns the same of the next rows: (of_tree, node, ids, features, positions, cells, what they see)."""
@@ -357,11 +358,9 @@ def next_level(
             _set_row(b, v, packed[n], limits, trees)
         for e in range(passed_on.shape[1]):
             trees.feature[b, v, e] = passed_on[n, e]
-    num_rows, may_draw = 0, True
-    while num_rows == 0 and may_draw:
-        for b in range(len(limits.nodes)):
-            _draw_level(b, limits, scores, trees)
-        num_rows, may_draw = _work_left(limits, scores, trees)
+    for b in range(len(limits.nodes)):
+        _draw_level(b, limits, scores, trees)
+    num_rows = _work_left(limits, scores, trees)
     of_tree, node, positions, cells, seen = _rows_of_level(num_rows, texts, last_position, limits, trees)
     ids, features = np.empty(num_rows, np.int64), np.empty((num_rows, passed_on.shape[1]), np.float32)
     for n in range(num_rows):
@@ -389,7 +388,7 @@ class Wanted(Protocol):
 
 
 class TreeToGrow(NamedTuple):
-    """A `Wanted`."""
+    """A `Wanted` with nothing else."""
 
     session: Hashable
     text: Sequence[int]
@@ -436,7 +435,7 @@ class LevelStep(Step):
 class TreeBatch:
     """Trees that grow together, a forward of the head for each level. The first one reads their texts.
 
-    wanted, texts: the trees, and what of their texts the head has read before."""
+    wanted, texts: the trees, and what of their texts the head has read before; kind, table: of the reduction of rows (`atoms.atoms_of`)."""
 
     def __init__(
         self,
@@ -448,11 +447,12 @@ class TreeBatch:
         limits: Limits,
         scores: Scores,
         trees: Trees,
-        atoms: tuple[Any, Any],
+        kind: Any,
+        table: Any,
     ) -> None:
         self.wanted, self.texts, self.trees = wanted, texts, trees
         self._model, self._inputs, self._limits, self._scores = model, inputs, limits, scores
-        self._atoms, self._last_position = atoms, model.info.max_positions - 1
+        self._kind, self._table, self._last_position = kind, table, model.info.max_positions - 1
         positions, cells, seen = rows_of_text(inputs, self._last_position)
         of_tree, node = np.arange(len(wanted)), np.zeros(len(wanted), np.int64)
         self._rows: tuple[Any, ...] = of_tree, node, inputs.ids, inputs.features, positions, cells, seen
@@ -462,7 +462,7 @@ class TreeBatch:
     @property
     def done(self) -> bool:
         """No tree will get another node."""
-        return len(self._rows[2]) == 0
+        return bool(self.trees.at_rest.all())
 
     @property
     def num_rows(self) -> int:
@@ -470,12 +470,17 @@ class TreeBatch:
         return len(self._rows[2])
 
     def level(self) -> None:
-        """A forward, and the nodes that it allows."""
+        """A forward, and the children of a level. No forward if no node needs a row: then further children of others are drawn. They are a
+        level of their own, so that no node waits for another one because of the tokens of both."""
         of_tree, node, ids, features, positions, cells, seen = self._rows
-        kind, table = self._atoms
-        step = LevelStep(ids, positions, cells, seen, self._kept if len(self._kept) < len(ids) else None)
-        packed, passed_on = self._model.expanded(step, features, Reduction(kind, kind.reduce, table[of_tree]))
-        passed_on = passed_on if step.wanted is None else passed_on[self._kept]
+        if len(ids):
+            step = LevelStep(ids, positions, cells, seen, self._kept if len(self._kept) < len(ids) else None)
+            packed, passed_on = self._model.expanded(
+                step, features, Reduction(self._kind, self._kind.reduce, self._table[of_tree])
+            )
+            passed_on = passed_on if step.wanted is None else passed_on[self._kept]
+        else:
+            packed, passed_on = np.empty((0, self._kind.num_atoms), np.int64), features
         own = self._last_position, self._inputs, self._limits, self._scores, self.trees
         self._rows = next_level(of_tree, node, packed, passed_on, *own)
         self._kept = self._rows[2]
@@ -521,7 +526,8 @@ class HeadTrees:
         plain = not (sampling.penalised or sampling.shifted or sampling.min_p or sampling.top_k or sampling.top_p < 1.0)
         atoms = opening.num_atoms <= min(MOST_SORTED_ATOMS, vocab - 1)
         near = opening.max_depth < (self._model.window or UNLIMITED)  # a node sees its whole path
-        return plain and atoms and near and not opening.prediction
+        few_ends = len(opening.eos_ids) <= MOST_EOS
+        return plain and atoms and near and few_ends and not opening.prediction
 
     def forget(self, session: Hashable) -> None:
         if (text := self._texts.pop(session, None)) is not None:
@@ -550,7 +556,7 @@ class HeadTrees:
         start = np.cumsum([0, *map(len, tokens)])
         for one, text, new in zip(trees, own, tokens, strict=True):
             model.reserve(text.slot, len(new) + one.nodes)
-        limits, *atoms = self._limits(trees, own)
+        limits, kind, table = self._limits(trees, own)
         return TreeBatch(
             model,
             trees,
@@ -559,7 +565,8 @@ class HeadTrees:
             limits=limits,
             scores=self._scores(own[0].strategy),
             trees=self._roots(trees),
-            atoms=(atoms[0], atoms[1]),
+            kind=kind,
+            table=table,
         )
 
     def finish(self, batch: TreeBatch) -> None:

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from unit.engine.test_head_growth import a_head, a_target
 
+from drafter_service.__main__ import build
 from drafter_service.head_grower import HeadGrower
 from drafter_service.metrics import Key
+from drafter_service.settings import DrafterSettings
 from rootward.core.frames import (
     Commit,
     Features,
@@ -26,6 +28,9 @@ from rootward.core.frames import (
 from rootward.core.growth import BestFirst
 from rootward.core.living_tree import LivingTree, Snapshot
 from rootward.core.requests import DraftMode, DraftStrategy, Sampling
+from rootward.core.rng import Key as RandomKey
+from rootward.core.rng import Role
+from rootward.engine import grower as grower_module
 from rootward.engine.grower import Grower
 from rootward.engine.head_growth import HeadTrees, compiled_trees
 from rootward.engine.head_model import HeadModel
@@ -192,6 +197,16 @@ def test_a_commit_between_two_levels_starts_a_new_tree(heads: Heads) -> None:
     heads.close()
 
 
+def test_a_commit_without_tokens_changes_nothing(heads: Heads) -> None:
+    """Growth in general had no text to read and never came to rest."""
+    for grower in (heads.grower, heads.general):
+        message = opened(grower, KEY, heads.features(4))
+        grown(grower)
+        assert grower.commit(KEY, commit_of(replica(message), 4, (), None)) == []
+        assert grown(grower) == []
+    heads.close()
+
+
 def test_a_tree_whose_batch_has_others_waits_for_its_end(heads: Heads) -> None:
     other = 1, 5
     for key in (KEY, other):
@@ -225,6 +240,80 @@ def test_a_tree_closed_between_two_levels_keeps_its_slot_until_the_batch_ends(tm
     opened(grower, new, heads.features(4))
     frames = grown(grower)
     assert [key for key, frame in frames if frame.at_rest] == [other, new]
+    heads.close()
+
+
+def test_a_tree_closed_behind_a_commit_keeps_its_slot_until_the_batch_ends(tmp_path: Path) -> None:
+    """Its rows of the next forward were fixed before the commit. Its cells were given away, and every later level failed."""
+    heads = Heads(tmp_path, slots=2)
+    grower, other = heads.grower, (1, 5)
+    for key in (KEY, other):
+        opened(grower, key, heads.features(4))
+    grower.level()
+    grower.commit(KEY, commit_of(replica(OPENING), 4, (3,), heads.features(1)))
+    grower.close(KEY)
+    assert heads.model.num_free_slots == 0
+    assert grown(grower)[-1][1].at_rest
+    assert heads.model.num_free_slots == 1
+    heads.close()
+
+
+def test_a_commit_ends_a_batch_in_which_nothing_else_grows(heads: Heads) -> None:
+    """No forward is made for rows of given-up trees alone, for which the new tree would wait."""
+    other = 1, 5
+    opened(heads.grower, KEY, heads.features(4))
+    opened(heads.grower, other, heads.features(4), node_budget=1)
+    first = heads.grower.level()
+    assert [frame.at_rest for _, frame in first] == [False, True]
+    heads.grower.commit(KEY, commit_of(replica(OPENING), 4, (3,), heads.features(1)))
+    ((key, frame),) = heads.grower.level()
+    assert (key, frame.base_len, len(frame.token)) == (KEY, len(PREFIX) + 1, 3)
+    heads.grower.close(KEY)
+    assert heads.model.num_free_slots == 3  # at once, as nothing runs
+    heads.close()
+
+
+def test_children_drawn_without_a_forward_come_in_a_frame_of_their_own(heads: Heads) -> None:
+    """Nodes of the first level all end the text, so the next ones need no forward. No frame waits for what its own tokens decide
+    (algorithms.md 6.1): it waited for all of them."""
+    changes: dict[str, Any] = {"topk": 6, "max_depth": 1, "node_cap": 6, "law": DraftMode.TOP_K}
+    opened(heads.grower, KEY, heads.features(4), **changes)
+    likeliest = tuple(token for _, frame in grown(heads.grower) for token in frame.token.tolist())
+    assert len(likeliest) == 6  # all atoms of the root
+    changes |= {"max_depth": 4, "eos_ids": likeliest}
+    for slot, law in enumerate((DraftMode.TOP_K, DraftMode.SAMPLED), 5):
+        key = 1, slot
+        for grower in (heads.grower, heads.general):
+            opened(grower, key, heads.features(4), **{**changes, "law": law})
+        found, expected = grown(heads.grower), grown(heads.general)
+        assert [(len(frame.token), frame.at_rest) for _, frame in found] == [(3, False), (3, True)]
+        assert [(len(frame.token), frame.at_rest) for _, frame in expected] == [(3, False), (3, True)]
+    heads.close()
+
+
+def test_the_time_of_a_round_counts_levels_of_its_own_tree(heads: Heads) -> None:
+    """Not those of other trees of the batch."""
+    other = 1, 5
+    opened(heads.grower, KEY, heads.features(4), node_budget=1)
+    opened(heads.grower, other, heads.features(4))
+    heads.grower.level()
+    small, large = (heads.grower._trees[key] for key in (KEY, other))
+    first_s = small.compute_s
+    assert first_s == large.compute_s > 0.0
+    grown(heads.grower)
+    assert small.compute_s == first_s
+    assert large.compute_s > first_s
+    heads.close()
+
+
+def test_a_tree_of_many_levels_does_not_keep_those_of_other_verifiers_waiting(heads: Heads) -> None:
+    opened(heads.grower, KEY, heads.features(4), node_cap=40, max_depth=40, topk=1)
+    heads.grower.level()
+    other = 2, 5
+    opened(heads.grower, other, heads.features(4))
+    assert other in [key for key, _ in heads.grower.level()]
+    assert not heads.grower.idle
+    grown(heads.grower)
     heads.close()
 
 
@@ -274,6 +363,10 @@ def test_no_tree_is_grown_for_a_round_that_wants_none_or_behind_a_full_context(h
     heads.grower.commit(KEY, commit_of(tree, 4, tokens, heads.features(len(tokens))))
     (_, frame), *more = grown(heads.grower)
     assert (len(frame.token), frame.at_rest, more) == (0, True, [])
+    # One token may still come, but none can be drafted: nothing waits for features or a forward.
+    assert heads.grower.open((1, 5), replace(OPENING, slot=5, prefix=(3,) * 63, num_features=4)) is None
+    ((_, frame),) = grown(heads.grower)
+    assert (len(frame.token), frame.at_rest) == (0, True)
     heads.close()
 
 
@@ -298,7 +391,12 @@ def test_what_it_cannot_take_is_refused(heads: Heads) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"sampling": Sampling(top_p=0.5)}, {"strategy": DraftStrategy("rsd_c", (2, 2))}, {"law": DraftMode.COUPLED}],
+    [
+        {"sampling": Sampling(top_p=0.5)},
+        {"strategy": DraftStrategy("rsd_c", (2, 2))},
+        {"law": DraftMode.COUPLED},
+        {"prediction": (12, 33, 2, 17, 22, 3), "num_prompt": 3},
+    ],
 )
 def test_other_trees_grow_beside_them(heads: Heads, change: dict[str, Any]) -> None:
     other = 1, 5
@@ -310,6 +408,37 @@ def test_other_trees_grow_beside_them(heads: Heads, change: dict[str, Any]) -> N
         assert [frame.at_rest for of, frame in frames if of == key][-1]
     assert set(heads.grower.trees) == {KEY, other}
     heads.close()
+
+
+def test_requests_get_other_random_words_here_than_beside(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both count their draws from 1, and the key of a request is the same."""
+    words: set[tuple[int, int]] = set()
+    compiled = build(heads.model, DrafterSettings(model="head:x", target="x")).grower
+    assert isinstance(compiled, HeadGrower)
+    limits, new_words = compiled._compiled._limits, grower_module.DrawWords
+
+    def seen(key: int, number: int) -> None:
+        assert (key, number) not in words
+        words.add((key, number))
+
+    def limited(*given: Any) -> Any:
+        found = limits(*given)
+        for key, number in zip(found[0].key.tolist(), found[0].draw_number.tolist(), strict=True):
+            seen(key, number)
+        return found
+
+    def drawn(key: RandomKey, incarnation: int, number: int) -> Any:
+        seen(key.derive(Role.DRAW, incarnation), number)
+        return new_words(key, incarnation, number)
+
+    monkeypatch.setattr(compiled._compiled, "_limits", limited)
+    monkeypatch.setattr(grower_module, "DrawWords", drawn)
+    opened(compiled, KEY, heads.features(4))
+    opened(compiled, (1, 5), heads.features(4), sampling=Sampling(top_p=0.5))
+    grown(compiled)
+    assert len(words) > 2
+    for key in compiled.trees:
+        compiled.close(key)
 
 
 def test_a_failed_forward_leaks_no_slot(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:

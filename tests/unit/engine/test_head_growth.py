@@ -196,6 +196,7 @@ def test_chosen_trees_are_those_of_the_grower(
         {"sampling": Sampling(logit_bias=((3, 1.0),))},
         {"prediction": (1, 2)},
         {"num_atoms": 65},
+        {"eos_ids": tuple(range(65))},
     ],
 )
 def test_other_trees_are_left_to_the_grower(change: dict[str, Any], tmp_path: Path) -> None:
