@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from unit.engine import networks
 from unit.engine.test_head_growth import a_head, a_target
 
 from drafter_service.__main__ import build
@@ -33,7 +34,6 @@ from rootward.core.rng import Role
 from rootward.engine import grower as grower_module
 from rootward.engine.grower import Grower
 from rootward.engine.head_growth import HeadTrees, compiled_trees
-from rootward.engine.head_model import HeadModel
 
 SHAPE = BestFirst(draws_per_level=3)
 PREFIX = (5, 9, 4, 12, 33, 2)
@@ -41,7 +41,6 @@ OPENING = Open(
     0, 0, PREFIX, Sampling(), DraftMode.SAMPLED, 5, 0, num_atoms=6, node_cap=12, max_depth=4, topk=3, eos_ids=(7, 11)
 )
 KEY: Key = (1, 4)
-VOCAB = 97
 
 
 class Heads:
@@ -49,16 +48,12 @@ class Heads:
 
     def __init__(self, folder: Path, *, slots: int = 4, max_rows: int = 256) -> None:
         target = a_target()
-        self.model = a_head(folder, target, draft_ids=None, scale=0.5, slots=slots)
-        self.general: Grower[Key] = Grower(self.of_its_own(folder, target, slots), incarnation=9, best_first=SHAPE)
+        self.model, of_general = (a_head(folder, target, draft_ids=None, scale=0.5, slots=slots) for _ in range(2))
+        self.general: Grower[Key] = Grower(of_general, incarnation=9, best_first=SHAPE)
         self.compiled = compiled_trees(self.model, incarnation=9, best_first=SHAPE)
         assert isinstance(self.compiled, HeadTrees)
         others: Grower[Key] = Grower(self.model, incarnation=9, best_first=SHAPE, max_rows=max_rows)
         self.grower = HeadGrower(self.compiled, others)
-
-    @staticmethod
-    def of_its_own(folder: Path, target: Any, slots: int) -> HeadModel:
-        return a_head(folder, target, draft_ids=None, scale=0.5, slots=slots)
 
     def features(self, num: int, seed: int = 0) -> Features:
         rows = np.random.default_rng(seed).normal(size=(num, self.model.feature_size))
@@ -99,7 +94,7 @@ def replica(message: Open) -> LivingTree:
     return LivingTree(
         len(message.prefix),
         prefix_hash(message.prefix),
-        vocab_size=VOCAB,
+        vocab_size=networks.VOCAB,
         node_cap=message.node_cap,
         max_atoms=message.num_atoms,
         eos_ids=message.eos_ids,
@@ -380,7 +375,7 @@ def test_what_it_cannot_take_is_refused(heads: Heads) -> None:
     assert grower.commit(KEY, commit_of(tree, 4, (3,), wrong)) == [Reject(4, expected)]
     lost = NeedSync(4, tree.length, tree.hash)
     assert grower.commit(KEY, replace(commit_of(tree, 4, (3,), None), hash_after=1)) == [lost]
-    assert grower.commit(KEY, commit_of(tree, 4, (VOCAB,), None)) == [lost]
+    assert grower.commit(KEY, commit_of(tree, 4, (networks.VOCAB,), None)) == [lost]
     assert grower.commit((1, 99), commit_of(tree, 99, (3,), None)) == [NeedSync(99, 0, 0)]
     assert grower.open(KEY, message) == Reject(4, "slot is open already; use a new number")
     for slot in (5, 6, 7):
