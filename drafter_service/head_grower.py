@@ -24,6 +24,7 @@ from rootward.engine.grower import Grower, fair_shares, placed_features
 from rootward.engine.head_growth import HeadTrees, TreeBatch, TreeToGrow
 
 MOST_LEVELS = 16  # of a tree in a batch, for which trees of other verifiers wait
+MOST_UNREAD = 2048  # tokens; of a text that was not read for longer, the head reads the last half of them
 
 
 @dataclass(slots=True, eq=False)
@@ -161,7 +162,16 @@ class HeadGrower:
         growing.num_sent, growing.compute_s, growing.rest_sent = 0, 0.0, False
         growing.rows_sent.clear()
         self._limit(growing, message.node_budget)
+        self._skip_unread(key, growing)
         return []
+
+    def _skip_unread(self, key: Key, growing: HeadTree) -> None:
+        """Begin the head's text anew if much of it was not read, for rounds that verified no tree: each commit copies the features, and the
+        next tree would wait until all is read."""
+        if len(growing.text) - growing.num_read > MOST_UNREAD and not self._runs(key):
+            self._compiled.forget(key)
+            growing.features = growing.features[-MOST_UNREAD // 2 :]
+            growing.num_read = len(growing.text) - len(growing.features)
 
     def launch(self, key: Key, message: Launch) -> None:
         """No bonus token is predicted for a head."""
@@ -172,8 +182,8 @@ class HeadGrower:
             self._others.close(key)
             return
         self._give_up(growing)
-        if self._batch is not None and any(one.session == key for one in self._batch.wanted):
-            self._closed.append(key)  # the batch may still write to its cells
+        if self._runs(key):
+            self._closed.append(key)
         else:
             self._compiled.forget(key)
 
@@ -182,6 +192,10 @@ class HeadGrower:
         """Set the most nodes that the next round verifies; None: unchanged."""
         if nodes is not None:
             growing.nodes = min(nodes, growing.open.node_cap)
+
+    def _runs(self, key: Key) -> bool:
+        """The batch may write to the cells of this session."""
+        return self._batch is not None and any(one.session == key for one in self._batch.wanted)
 
     def _give_up(self, growing: HeadTree) -> None:
         """If it grows in the batch, grow it no further."""

@@ -11,6 +11,7 @@ import pytest
 from unit.engine import networks
 from unit.engine.test_head_growth import a_head, a_target
 
+from drafter_service import head_grower
 from drafter_service.__main__ import build
 from drafter_service.head_grower import HeadGrower
 from drafter_service.metrics import Key
@@ -362,6 +363,30 @@ def test_no_tree_is_grown_for_a_round_that_wants_none_or_behind_a_full_context(h
     assert heads.grower.open((1, 5), replace(OPENING, slot=5, prefix=(3,) * 63, num_features=4)) is None
     ((_, frame),) = grown(heads.grower)
     assert (len(frame.token), frame.at_rest) == (0, True)
+    heads.close()
+
+
+def test_a_text_that_was_not_read_for_long_begins_anew(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree is then that of a session that begins with the last tokens, and no features of earlier ones are kept."""
+    monkeypatch.setattr(head_grower, "MOST_UNREAD", 8)
+    message = opened(heads.grower, KEY, heads.features(4), law=DraftMode.TOP_K)
+    tree = replica(message)
+    received(tree, grown(heads.grower))
+    held = []
+    for seed in range(20):
+        commit = commit_of(tree, 4, (20 + seed,), heads.features(1, seed), node_budget=0 if seed < 19 else 12)
+        assert heads.grower.commit(KEY, commit) == []
+        tree.commit((20 + seed,))
+        held.append(len(heads.grower._trees[KEY].features))
+    assert held[:9] == [1, 2, 3, 4, 5, 6, 7, 8, 4]
+    assert max(held) == 8
+    found = columns(received(tree, grown(heads.grower)))
+    assert len(found[1]) == 12
+    text = (*PREFIX, *range(20, 40))
+    num = held[-1]
+    rows = np.concatenate([heads.features(1, seed).rows for seed in range(20 - num, 20)])
+    other = opened(heads.grower, (1, 5), Features(rows), law=DraftMode.TOP_K, prefix=text)
+    assert columns(received(replica(other), grown(heads.grower)))[1:] == found[1:]
     heads.close()
 
 
