@@ -71,7 +71,7 @@ class HeadTree:
         most = len(self.text) - self.num_read
         self.features = placed_features(self.features, rows, at=first - self.num_read, most=most)
 
-    def take(self, num_tokens: int) -> NDArray[np.float32]:
+    def take_features(self, num_tokens: int) -> NDArray[np.float32]:
         """The features of the next tokens, which the head reads."""
         features, self.features = self.features[:num_tokens], self.features[num_tokens:]
         self.num_read += num_tokens
@@ -168,7 +168,7 @@ class HeadGrower:
     def _skip_unread(self, key: Key, growing: HeadTree) -> None:
         """Begin the head's text anew if much of it was not read, for rounds that verified no tree: each commit copies the features, and the
         next tree would wait until all is read."""
-        if len(growing.text) - growing.num_read > MOST_UNREAD and not self._runs(key):
+        if len(growing.text) - growing.num_read > MOST_UNREAD and not self._in_batch(key):
             self._compiled.forget(key)
             growing.features = growing.features[-MOST_UNREAD // 2 :]
             growing.num_read = len(growing.text) - len(growing.features)
@@ -182,7 +182,7 @@ class HeadGrower:
             self._others.close(key)
             return
         self._give_up(growing)
-        if self._runs(key):
+        if self._in_batch(key):
             self._closed.append(key)
         else:
             self._compiled.forget(key)
@@ -193,7 +193,7 @@ class HeadGrower:
         if nodes is not None:
             growing.nodes = min(nodes, growing.open.node_cap)
 
-    def _runs(self, key: Key) -> bool:
+    def _in_batch(self, key: Key) -> bool:
         """The batch may write to the cells of this session."""
         return self._batch is not None and any(one.session == key for one in self._batch.wanted)
 
@@ -239,7 +239,7 @@ class HeadGrower:
             end = tree.num_read + share
             is_whole = end == len(tree.text)
             nodes, text = (tree.nodes, tree.text) if is_whole else (0, tree.text[:end])
-            wanted.append((TreeToGrow(key, text, tree.open, nodes), tree.take(share)))
+            wanted.append((TreeToGrow(key, text, tree.open, nodes), tree.take_features(share)))
         self._batch = self._compiled.start(wanted)
         self._growing = dict(enumerate(ready.items()))
 
