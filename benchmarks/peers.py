@@ -5,10 +5,10 @@
 
 Every engine continues the same prompts by the same number of tokens, plainly and with its own speculation. Prompts are questions of one
 line; with `--prompt-tokens` each follows a passage of this repository's documentation, another one for every prompt. Each repetition
-runs all engines one after another, in a rotated order, while the others stand still: a machine whose speed changes slows all of them
-alike. `--busy` processes that compute all the time run beside them. Rootward runs as services (verifier, gateway, and a drafter with
-`--draft`); transformers has no server and runs in a process of its own. An engine that is not installed is reported with the command
-that installs it.
+runs all engines one after another, in an order of its own (`benchmarks.turns`), while the others stand still: a machine whose speed
+changes slows all of them alike. `--busy` processes that compute all the time run beside them. Rootward runs as services (verifier,
+gateway, and a drafter with `--draft`); transformers has no server and runs in a process of its own. An engine that is not installed is
+reported with the command that installs it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import psutil
 from benchmarks.peers_report import as_markdown, chart, print_tables, write_readme
 from benchmarks.results import command, described, save
 from benchmarks.services import busy_process, free_port, service
+from benchmarks.turns import in_order
 from rootward.demo import read_prompts
 from rootward.errors import ConfigurationError
 from rootward.host import threads_of_drafters
@@ -411,8 +412,8 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
                 bar.console.print(f"{system} is missing: {why}")
         runs = [
             (job, key)
-            for turn, job in enumerate(jobs_of(given))
-            for key in rotated(list(engines), turn)
+            for job in jobs_of(given)
+            for key in in_order(list(engines), job.seed)
             if (limit := engines[key].max_batch) is None or len(job.prompts) <= limit
         ]
         bar.update(task, total=len(runs))
@@ -470,12 +471,6 @@ async def alone(system: str, processes: Mapping[str, Collection[psutil.Process]]
     finally:
         for process in others:
             process.resume()
-
-
-def rotated(keys: list[tuple[str, str]], turn: int) -> list[tuple[str, str]]:
-    """Another engine is first in each turn."""
-    start = turn % len(keys) if keys else 0
-    return keys[start:] + keys[:start]
 
 
 def versions(given: argparse.Namespace, missing: dict[str, str]) -> dict[str, str]:

@@ -2,9 +2,9 @@
 processes, by the number of concurrent sessions.
 
 Every repetition answers the same prompts without speculation, with each fixed number of nodes (`speculation: required`) and with the
-controller, in shuffled order. Ratios are medians over the repetitions, each of which compares its own rates: a machine whose speed changes
-from minute to minute (docs/log.md, lesson 6) changes both. `--head` takes drafts from a head in the verifier instead of a drafter.
-`--against` adds the controller of another checkout of this repository, in processes of its own:
+controller, in an order of its own (`benchmarks.turns`). Ratios are medians over the repetitions, each of which compares its own rates: a
+machine whose speed changes from minute to minute (docs/log.md, lesson 6) changes both. `--head` takes drafts from a head in the verifier
+instead of a drafter. `--against` adds the controller of another checkout of this repository, in processes of its own:
 
     python -m benchmarks.speculation                                   # the demo pair
     python -m benchmarks.inflate --size 300M --out TARGET              # a target of 300 M parameters that writes the same texts
@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import itertools
 import os
-import random
 import statistics
 import sys
 import time
@@ -31,6 +30,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.results import described, markdown_table, save
 from benchmarks.services import generated, service
+from benchmarks.turns import in_order
 from rootward import demo
 from rootward.core.requests import Sampling, Speculation, SpeculationMode, Stopping, VerifierRequest
 from rootward.engine.tokenizers import load_tokenizer
@@ -164,9 +164,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             found: dict[str, Measured] = defaultdict(Measured)
             for repetition in range(-options.warm_up, options.repetitions):
                 prompts = [texts[(repetition * sessions + i) % len(texts)] for i in range(sessions)]
-                names = list(modes)
-                random.Random(repetition).shuffle(names)
-                for name in names:
+                for name in in_order(list(modes), repetition):
                     mode_client, wish = modes[name]
                     # Warm-up: one request with each fixed number of nodes, `warm_up` requests with each controller.
                     if repetition < 0 and (name == "plain" or (name.endswith("nodes") and repetition < -1)):

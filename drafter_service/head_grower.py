@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from drafter_service.metrics import Key
 from rootward.core.arrays import Ints
-from rootward.core.frames import Commit, Features, Grow, Launch, NeedSync, Open, OpenFeatures, Reject, prefix_hash
-from rootward.core.living_tree import ROOT, Fit, LivingTree
+from rootward.core.frames import Commit, Grow, Launch, NeedSync, Open, OpenFeatures, Reject, prefix_hash
+from rootward.core.living_tree import ROOT, LivingTree
 from rootward.engine.grower import Grower, fair_shares, placed_features
-from rootward.engine.head_growth import HeadTrees, TreeBatch, TreeToGrow
+from rootward.engine.head_growth import HeadTrees, TreeBatch
+from rootward.ports import TreeToGrow
 
 MOST_LEVELS = 16  # of a tree in a batch, for which trees of other verifiers wait
 MOST_UNREAD = 2048  # tokens; of a text that was not read for longer, the head reads the last half of them
@@ -144,20 +145,15 @@ class HeadGrower:
         if (growing := self._trees.get(key)) is None:
             return self._others.commit(key, message)
         tree = growing.tree
-        fit = tree.fit(message)
-        if fit is Fit.KNOWN:
-            return []
-        if fit is Fit.LOST or max(message.tokens, default=0) >= self.info.vocab_size:
-            return [NeedSync(message.slot, tree.length, tree.hash)]
-        features = message.features or Features(growing.features[:0])
-        if fault := self._others.feature_fault(features):
-            return [Reject(message.slot, fault)]
+        if (answer := self._others.refusal(tree, message)) is not None:
+            return answer
         self.demand.round(growing.compute_s)
         self._give_up(growing)
         tree.commit(message.tokens)
         growing.text += message.tokens
         # Features of earlier tokens that are missing now do not arrive any more.
-        growing.add_features(tree.length - len(features.rows), features.rows)
+        features = growing.features[:0] if message.features is None else message.features.rows
+        growing.add_features(tree.length - len(features), features)
         growing.first_node += growing.num_sent
         growing.num_sent, growing.compute_s, growing.rest_sent = 0, 0.0, False
         growing.rows_sent.clear()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rootward.core.frames import FromDrafter, HelloAck, Load, ToDrafter
+from rootward.core.frames import FromDrafter, HelloAck, Load, Open, ToDrafter
 from rootward.core.requests import Committed, VerifierRequest
 from rootward.values import LosslessLevel as LosslessLevel
 from rootward.values import ModelInfo as ModelInfo
@@ -61,6 +61,16 @@ class Reduction:
     kind: Hashable
     of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     table: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeToGrow:
+    """A tree that a draft head grows for a round. text: the committed tokens, the last one is the root; nodes: most of them."""
+
+    session: Hashable
+    text: Sequence[int]
+    opening: Open
+    nodes: int
 
 
 class DraftModel(Protocol):

@@ -7,7 +7,7 @@ fixed when its round began. If states are missing (of a prefix found in the KV c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,26 +15,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rootward.core.frames import Commit, Features, Open, extend_hash
+from rootward.core.frames import Commit, Features, extend_hash
 from rootward.core.growth import BestFirst
 from rootward.core.living_tree import Snapshot
 from rootward.engine.grower import Grower
+from rootward.ports import TreeToGrow
 
 if TYPE_CHECKING:  # a verifier without a head loads none
     from rootward.engine.head_model import DraftHead
 
 MOST_POSITIONS = 1024  # that a head reads at once: of a longer prompt the last ones
 LEAST_LEVELS = 3  # of a tree: a level costs about a tenth of a step of a small target (docs/log.md, lesson 23)
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A tree for a round. text: the committed tokens, the last one is the root; opening: `Session.opening`; nodes: most of them."""
-
-    session: int
-    text: Sequence[int]
-    opening: Open
-    nodes: int
 
 
 @dataclass(slots=True)
@@ -72,16 +63,16 @@ class HeadDrafts:
         self.model = model
         self.most_positions = min(model.window or MOST_POSITIONS, MOST_POSITIONS)
         shape = best_first or BestFirst(least_levels=LEAST_LEVELS)
-        self._grower: Grower[int] = Grower(model, incarnation=incarnation, best_first=shape)
+        self._grower: Grower[Hashable] = Grower(model, incarnation=incarnation, best_first=shape)
         from rootward.engine.head_growth import compiled_trees  # a verifier without a head loads none
 
         self._compiled = compiled_trees(model, incarnation=incarnation, best_first=shape)
-        self._observed: dict[int, Observed] = {}
+        self._observed: dict[Hashable, Observed] = {}
         # In the last `grow` a text of more than one round was read (a prompt, rounds without trees), and not in the one before.
         self.catches_up = False
         self._read_much = False  # the same, whatever was read in the one before
 
-    def observe(self, session: int, first: int, states: torch.Tensor) -> None:
+    def observe(self, session: Hashable, first: int, states: torch.Tensor) -> None:
         """Keep the states [n, S] of positions first, first + 1, ... Earlier ones are dropped if there is a gap between them."""
         known = self._observed.get(session)
         if known is None or known.end != first:
@@ -92,14 +83,14 @@ class HeadDrafts:
         if known.end - known.first >= 2 * self.most_positions:  # not with every token: they are copied
             self._keep_last_positions(session)
 
-    def grow(self, wanted: Sequence[Wanted]) -> list[Snapshot | None]:
+    def grow(self, wanted: Sequence[TreeToGrow]) -> list[Snapshot | None]:
         """A tree for each, None where states of the end of the text are missing."""
         known = [one for one in wanted if self._has_states(one)]
         features = self._features(known)
         read_much = any(len(rows) > one.nodes + 1 for one, rows in zip(known, features, strict=True))
         self.catches_up, self._read_much = read_much and not self._read_much, read_much
-        compiled: list[tuple[Wanted, NDArray[np.float32]]] = []
-        others: list[Wanted] = []
+        compiled: list[tuple[TreeToGrow, NDArray[np.float32]]] = []
+        others: list[TreeToGrow] = []
         for one, rows in zip(known, features, strict=True):
             if self._compiled is not None and self._compiled.takes(one.session, one.opening):
                 compiled.append((one, rows))
@@ -110,19 +101,19 @@ class HeadDrafts:
         trees |= {one.session: self._grower.trees[one.session].tree.snapshot(one.nodes) for one in others}
         return [trees.get(one.session) for one in wanted]
 
-    def forget(self, session: int) -> None:
+    def forget(self, session: Hashable) -> None:
         """The session has ended, or states of its text are missing."""
         self._grower.close(session)
         if self._compiled is not None:
             self._compiled.forget(session)
         self._observed.pop(session, None)
 
-    def _has_states(self, one: Wanted) -> bool:
+    def _has_states(self, one: TreeToGrow) -> bool:
         """The states before the last token of the text are there."""
         known = self._observed.get(one.session)
         return known is not None and known.end == len(one.text) - 1
 
-    def _keep_last_positions(self, session: int) -> None:
+    def _keep_last_positions(self, session: Hashable) -> None:
         """Drop the states of positions before the last `most_positions`. The head's text begins anew if any are dropped."""
         known = self._observed[session]
         if known.end - known.first > self.most_positions:
@@ -130,7 +121,7 @@ class HeadDrafts:
             self.forget(session)
             self._observed[session] = Observed(known.end - self.most_positions, known.end, [last])
 
-    def _features(self, wanted: Sequence[Wanted]) -> list[NDArray[np.float32]]:
+    def _features(self, wanted: Sequence[TreeToGrow]) -> list[NDArray[np.float32]]:
         """Fused features of the states that the head has not read, all of them in one product."""
         if not wanted:
             return []
@@ -144,7 +135,7 @@ class HeadDrafts:
             known.first, known.parts = known.end, []
         return [fused[first:end] for first, end in zip([0, *ends], ends, strict=False)]
 
-    def _extend_text(self, one: Wanted, rows: NDArray[np.float32]) -> bool:
+    def _extend_text(self, one: TreeToGrow, rows: NDArray[np.float32]) -> bool:
         """Bring the head's text to the end of the session's, with these features of its last tokens. False: no slot is free."""
         text, features = one.text, Features(rows)
         growing = self._grower.trees.get(one.session)
@@ -159,6 +150,6 @@ class HeadDrafts:
         tokens, hash_after = tuple(text[tree.length :]), tree.hash
         for token in tokens:
             hash_after = extend_hash(hash_after, token)
-        message = Commit(one.session, tree.length, tokens, hash_after, node_budget=one.nodes, features=features)
+        message = Commit(growing.open.slot, tree.length, tokens, hash_after, node_budget=one.nodes, features=features)
         self._grower.commit(one.session, message)
         return True

@@ -24,7 +24,7 @@ from rootward.core.lookup import (
     extend_tree,
 )
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
-from verifier_service.head_drafts import Wanted
+from rootward.ports import TreeToGrow
 from verifier_service.session import Session
 from verifier_service.settings import HEAD, VerifierSettings
 from verifier_service.speculation import RoundResult, SpeculationController, Statistics
@@ -166,12 +166,12 @@ class LocalDrafts:
         return local.tree if local.launched else drafted
 
     @staticmethod
-    def wanted(session: Session) -> Wanted | None:
+    def wanted(session: Session) -> TreeToGrow | None:
         """The tree that the draft head grows for the beginning round; None: it grows none."""
         local = session.local
         if local is None or local.opening is None or not local.launched:
             return None
-        return Wanted(session.number, session.tokens, local.opening, local.cap)
+        return TreeToGrow(session.number, session.tokens, local.opening, local.cap)
 
     @staticmethod
     def num_successors(session: Session, load: int) -> int:

@@ -29,8 +29,8 @@ from rootward.core.tree import TokenTree, root_only
 from rootward.engine.processors import Prefix, adjusted
 from rootward.engine.sampling import token_logprobs
 from rootward.engine.verify import Decision, LawFunction, decide, forest_law
-from rootward.ports import COMMITTED, LanguageModel, Rows
-from verifier_service.head_drafts import HeadDrafts, Wanted
+from rootward.ports import COMMITTED, LanguageModel, Rows, TreeToGrow
+from verifier_service.head_drafts import HeadDrafts
 
 if TYPE_CHECKING:  # a verifier without a head loads none
     from rootward.engine.head_model import DraftHead
@@ -100,7 +100,7 @@ class Round:
     copies: bool = False
     num_successors: int = 0
     drafter: str = ""
-    wanted: Wanted | None = None
+    wanted: TreeToGrow | None = None
     session: int = 0
     wants_features: bool = False
 

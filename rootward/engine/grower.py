@@ -280,13 +280,8 @@ class Grower(Generic[K]):
         if growing is None:  # closed, rejected or never opened; without an answer the verifier would wait
             return [NeedSync(message.slot, 0, 0)]
         tree = growing.tree
-        fit = tree.fit(message)
-        if fit is Fit.KNOWN:
-            return []
-        if fit is Fit.LOST or max(message.tokens, default=0) >= self.model.info.vocab_size:
-            return [NeedSync(message.slot, tree.length, tree.hash)]
-        if message.features is not None and (fault := self.feature_fault(message.features)):
-            return [Reject(message.slot, fault)]
+        if (answer := self.refusal(tree, message)) is not None:
+            return answer
         self.idle_time.end()
         self.demand.round(growing.compute_s)
         growing.compute_s = 0.0
@@ -301,6 +296,17 @@ class Grower(Generic[K]):
             growing.history.extend(message.tokens)
         growing.follow_prediction(message.tokens)
         return unsent
+
+    def refusal(self, tree: LivingTree, message: Commit) -> list[Grow | NeedSync | Reject] | None:
+        """The answer to a commit that does not extend the text of this tree: nothing to a repetition. None: it does."""
+        fit = tree.fit(message)
+        if fit is Fit.KNOWN:
+            return []
+        if fit is Fit.LOST or max(message.tokens, default=0) >= self.info.vocab_size:
+            return [NeedSync(message.slot, tree.length, tree.hash)]
+        if message.features is not None and (fault := self.feature_fault(message.features)):
+            return [Reject(message.slot, fault)]
+        return None
 
     def launch(self, key: K, message: Launch) -> None:
         """The round at the present root runs: predictions of its bonus token can be made. Nothing if the tree has moved on or is closed."""

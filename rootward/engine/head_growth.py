@@ -16,7 +16,7 @@ import math
 import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -37,7 +37,7 @@ from rootward.engine.cpu_kernels import VisibleKeys
 from rootward.engine.grower import draft_sampling
 from rootward.engine.head_model import HeadModel
 from rootward.engine.verify_kernels import exact, words_of_block
-from rootward.ports import DraftModel, Reduction
+from rootward.ports import DraftModel, Reduction, TreeToGrow
 
 Features = NDArray[np.float32]
 MODES = (DraftMode.SAMPLED, DraftMode.GREEDY, DraftMode.TOP_K)
@@ -374,28 +374,6 @@ def next_level(
 # -- for callers in Python ----------------------------------------------------------------------------------------------
 
 
-class Wanted(Protocol):
-    """A tree of at most `nodes` nodes. text: the committed tokens, the last one is the root."""
-
-    @property
-    def session(self) -> Hashable: ...
-    @property
-    def text(self) -> Sequence[int]: ...
-    @property
-    def opening(self) -> Open: ...
-    @property
-    def nodes(self) -> int: ...
-
-
-class TreeToGrow(NamedTuple):
-    """A `Wanted` with nothing else."""
-
-    session: Hashable
-    text: Sequence[int]
-    opening: Open
-    nodes: int
-
-
 @dataclass(slots=True)
 class ReadText:
     """The text of a session as the head has read it: `length` tokens, the last ones of them in its slot."""
@@ -440,7 +418,7 @@ class TreeBatch:
     def __init__(
         self,
         model: HeadModel,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[TreeToGrow],
         texts: Sequence[ReadText],
         *,
         inputs: Texts,
@@ -533,7 +511,7 @@ class HeadTrees:
         if (text := self._texts.pop(session, None)) is not None:
             self._model.close(text.slot)
 
-    def grow(self, wanted: Sequence[tuple[Wanted, Features]]) -> dict[Hashable, Snapshot]:
+    def grow(self, wanted: Sequence[tuple[TreeToGrow, Features]]) -> dict[Hashable, Snapshot]:
         """A tree for each session; none where the text fills the context, or no slot is free. Features: of the positions before each of
         the last n tokens of the text, float32[n, E]."""
         batch = self.start(wanted)
@@ -544,7 +522,7 @@ class HeadTrees:
         self.finish(batch)
         return {one.session: batch.snapshot(b) for b, one in enumerate(batch.wanted)}
 
-    def start(self, wanted: Sequence[tuple[Wanted, Features]]) -> TreeBatch | None:
+    def start(self, wanted: Sequence[tuple[TreeToGrow, Features]]) -> TreeBatch | None:
         """The trees that `grow` would return, before the first forward; None: there are none. Until `finish` no other batch may have one of
         their sessions, and none of these may be forgotten."""
         ready = [(one, features) for one, features in wanted if self._has_slot(one, len(features))]
@@ -586,7 +564,7 @@ class HeadTrees:
         settings = replace(self._best_first, max_depth=opening.max_depth, topk=opening.topk)
         return strategy_of(opening.strategy, opening.law, settings)
 
-    def _has_slot(self, one: Wanted, num_features: int) -> bool:
+    def _has_slot(self, one: TreeToGrow, num_features: int) -> bool:
         if len(one.text) >= self._model.info.max_positions:
             return False
         if one.session not in self._texts:
@@ -597,7 +575,7 @@ class HeadTrees:
             self._texts[one.session] = ReadText(self._model.open(), read, self._strategy(one.opening), key)
         return True
 
-    def _roots(self, wanted: Sequence[Wanted]) -> Trees:
+    def _roots(self, wanted: Sequence[TreeToGrow]) -> Trees:
         num_trees, most = len(wanted), 1 + max(one.nodes for one in wanted)
         num_atoms = max(one.opening.num_atoms for one in wanted)
         token, parent, depth, rank, support, mass = np.zeros((6, num_trees, most), np.int64)
@@ -621,7 +599,7 @@ class HeadTrees:
             feature=np.empty((num_trees, most, self._model.feature_size), np.float32),
         )
 
-    def _limits(self, wanted: Sequence[Wanted], own: Sequence[ReadText]) -> tuple[Limits, Any, Any]:
+    def _limits(self, wanted: Sequence[TreeToGrow], own: Sequence[ReadText]) -> tuple[Limits, Any, Any]:
         """(the limits, kind and table of the reduction of their rows, `atoms.atoms_of`)."""
         last = self._model.info.max_positions - 1
         self._draw_number += len(wanted)

@@ -19,8 +19,8 @@ from rootward.core.requests import DraftMode, Sampling
 from rootward.engine.atoms import reduced
 from rootward.engine.slots import kept_rows
 from rootward.engine.tabular import TabularModel
-from rootward.ports import Reduction, Rows
-from verifier_service.head_drafts import HeadDrafts, Wanted
+from rootward.ports import Reduction, Rows, TreeToGrow
+from verifier_service.head_drafts import HeadDrafts
 
 PROMPT, LENGTH = (0, 1, 2), 2
 EXACT, SEEN = 1e-12, 1e-4
@@ -102,7 +102,7 @@ class Walk:
             if what == "looked up":  # the head is not asked
                 snapshot = looked_up(text)
             else:
-                (snapshot,) = heads.grow([Wanted(1, text, self.opening, self.nodes)])
+                (snapshot,) = heads.grow([TreeToGrow(1, text, self.opening, self.nodes)])
             if snapshot is not None and self.instead is not None and self.instead(self, snapshot):
                 snapshot = looked_up(text)
             if snapshot is not None and self.cut is not None:

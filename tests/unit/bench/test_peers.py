@@ -111,12 +111,6 @@ def test_the_time_per_output_token_excludes_the_first():
     assert peers.Run(tokens=1, seconds=1.0, first_token_s=1.0).token_s(batch=1) == 0.0
 
 
-def test_every_engine_is_first_equally_often():
-    keys = [("a", "plain"), ("a", "speculative"), ("b", "plain")]
-    assert [peers.rotated(keys, turn)[0] for turn in range(6)] == keys * 2
-    assert all(sorted(peers.rotated(keys, turn)) == keys for turn in range(6))
-
-
 @pytest.mark.parametrize(
     ("system", "flags", "command"),
     [

@@ -23,7 +23,8 @@ from rootward.engine.head_growth import compiled_trees
 from rootward.engine.head_model import HeadModel
 from rootward.engine.heads import load_head
 from rootward.engine.model import HuggingFaceModel
-from verifier_service.head_drafts import HeadDrafts, Wanted
+from rootward.ports import TreeToGrow
+from verifier_service.head_drafts import HeadDrafts
 
 SHAPE = BestFirst(least_levels=3)
 OPENING = Open(
@@ -108,7 +109,7 @@ def test_trees_are_those_of_core_growth(
         requests = []
         for one, text in texts.items():
             features = rng.normal(size=(len(text) - read[one], model.feature_size)).astype(np.float32)
-            requests.append((Wanted(one, text, opening[one], nodes[one]), features))
+            requests.append((TreeToGrow(one, text, opening[one], nodes[one]), features))
             read[one] = len(text)
         found = trees.grow(requests)
         for b, (one, text) in enumerate(texts.items()):
@@ -133,7 +134,7 @@ def test_a_family_of_which_no_child_is_drawn_takes_its_words(tmp_path: Path, mon
     captured, features = Captured(monkeypatch), np.zeros((1, model.feature_size), np.float32)
     for seed in range(1, 9):
         opening, text = replace(OPENING, law=DraftMode.GREEDY, num_atoms=2, seed=seed), [3, seed + 20]
-        found = trees.grow([(Wanted(seed, text, opening, 16), features)])[seed]
+        found = trees.grow([(TreeToGrow(seed, text, opening, 16), features)])[seed]
         number = int(captured.numbers[0])
         assert same(found, by_core(opening, text, 16, captured.trees, 0, number, target.info.max_positions)), seed
         assert found.tree.sampled[1:].any()
@@ -143,7 +144,7 @@ def test_a_family_of_which_no_child_is_drawn_takes_its_words(tmp_path: Path, mon
 def chosen(heads: HeadDrafts, texts: dict[int, list[int]], nodes: int) -> list[Snapshot | None]:
     """Chosen trees, which are a function of the rows."""
     opening = replace(OPENING, law=DraftMode.TOP_K)
-    return heads.grow([Wanted(one, text, opening, nodes) for one, text in texts.items()])
+    return heads.grow([TreeToGrow(one, text, opening, nodes) for one, text in texts.items()])
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -214,7 +215,7 @@ def test_there_is_no_tree_without_a_slot_or_behind_a_full_context(tmp_path: Path
     assert trees is not None
 
     def grown(session: int, text: list[int], num: int) -> dict[int, Snapshot]:
-        return trees.grow([(Wanted(session, text, OPENING, 3), np.zeros((num, model.feature_size), np.float32))])
+        return trees.grow([(TreeToGrow(session, text, OPENING, 3), np.zeros((num, model.feature_size), np.float32))])
 
     text = [1] * 60
     assert len(grown(1, text, 4)[1].ids) == 4

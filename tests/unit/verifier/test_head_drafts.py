@@ -10,8 +10,9 @@ from support.heads import TabularHead
 from rootward.core.frames import Open
 from rootward.core.requests import DraftMode, Sampling
 from rootward.engine.tabular import TabularModel
+from rootward.ports import TreeToGrow
 from verifier_service import head_drafts
-from verifier_service.head_drafts import HeadDrafts, Wanted
+from verifier_service.head_drafts import HeadDrafts
 
 TEXTS = {1: [0, 1, 2], 2: [3, 0, 1, 4, 2], 3: [3, 2]}  # all end alike: only their features differ
 NODES = 2
@@ -30,7 +31,7 @@ def observe(heads: HeadDrafts, session: int, first: int, tokens: list[int]) -> N
 def root_rows(heads: HeadDrafts, sessions: list[int]) -> list[tuple[list[int], list[int]]]:
     """The declared draft distribution after the text of each session."""
     found = []
-    for snapshot in heads.grow([Wanted(one, TEXTS[one], OPENING, NODES) for one in sessions]):
+    for snapshot in heads.grow([TreeToGrow(one, TEXTS[one], OPENING, NODES) for one in sessions]):
         assert snapshot is not None
         row = snapshot.rows[0]
         assert row is not None
@@ -54,7 +55,7 @@ def test_each_session_is_drafted_for_by_its_own_features() -> None:
 def test_a_session_without_states_gets_no_tree_and_the_others_do() -> None:
     heads = drafts()
     observe(heads, 1, 0, TEXTS[1][:-1])
-    wanted = [Wanted(one, TEXTS[one], OPENING, NODES) for one in (2, 1)]
+    wanted = [TreeToGrow(one, TEXTS[one], OPENING, NODES) for one in (2, 1)]
     missing, found = heads.grow(wanted)
     assert missing is None
     assert found is not None
@@ -75,7 +76,7 @@ def test_a_step_catches_up_if_it_reads_much_text_and_the_one_before_did_not(
     for num in new_tokens:
         observe(heads, 1, len(text) - 1, [0] * num)
         text += [0] * num
-        heads.grow([Wanted(1, text, OPENING, NODES)])
+        heads.grow([TreeToGrow(1, text, OPENING, NODES)])
         found.append(heads.catches_up)
     assert found == expected
 
@@ -94,7 +95,7 @@ def test_the_head_reads_the_last_positions_of_a_long_stretch_without_trees(monke
         assert kept.end == end
         assert sum(map(len, kept.parts)) == kept.end - kept.first < 8
         if end % 7 == 0:
-            (tree,) = heads.grow([Wanted(1, text[: end + 1], OPENING, NODES)])
+            (tree,) = heads.grow([TreeToGrow(1, text[: end + 1], OPENING, NODES)])
             assert tree is not None
     assert fused == [4] * 5
 
@@ -105,6 +106,6 @@ def test_a_head_with_a_window_reads_no_more_of_a_prompt(monkeypatch: pytest.Monk
     monkeypatch.setattr(model, "fuse", lambda states: fused.append(len(states)) or fuse(states))
     heads, text = HeadDrafts(model, incarnation=1), [2] * 41
     observe(heads, 1, 0, text[:-1])
-    (tree,) = heads.grow([Wanted(1, text, OPENING, NODES)])
+    (tree,) = heads.grow([TreeToGrow(1, text, OPENING, NODES)])
     assert tree is not None
     assert fused == [6]
