@@ -41,10 +41,10 @@ long: $(STAMP)  ## run the tests that take hours: soak, a hundred kills (ARGS="-
 	$(BIN)/python -m pytest -m long $(ARGS)
 
 chaos: $(STAMP)  ## failures on purpose under load, with a report (MINUTES=3 STREAMS=9 SEED=1 REPORT=folder)
-	PYTHONPATH=tests $(BIN)/python -m chaos.suite chaos --minutes $(or $(MINUTES),3) --streams $(or $(STREAMS),9) $(if $(SEED),--seed $(SEED)) --report $(or $(REPORT),reports)
+	PYTHONPATH=tests $(BIN)/python -m chaos.suite chaos --minutes $(or $(MINUTES),3) --streams $(or $(STREAMS),9) $(if $(SEED),--seed $(SEED)) --report $(or $(REPORT),reports) $(ARGS)
 
 soak: $(STAMP)  ## load for long, then everything must have been given back (MINUTES=60 STREAMS=200)
-	PYTHONPATH=tests $(BIN)/python -m chaos.suite soak --minutes $(or $(MINUTES),60) --streams $(or $(STREAMS),200) $(if $(SEED),--seed $(SEED)) --report $(or $(REPORT),reports)
+	PYTHONPATH=tests $(BIN)/python -m chaos.suite soak --minutes $(or $(MINUTES),60) --streams $(or $(STREAMS),200) $(if $(SEED),--seed $(SEED)) --report $(or $(REPORT),reports) $(ARGS)
 
 contract:  ## run the architecture suite on the oldest, pinned and latest transformers (downloads them)
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" tests/contract/versions.sh

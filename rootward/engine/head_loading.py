@@ -50,9 +50,7 @@ def load_head_model(path: str, model: HuggingFaceModel, *, max_slots: int, max_d
 
     ConfigurationError: it is no head that fits (`heads.load_head`), or what it drafts is hardly ever what the target says."""
     head = load_head(path, model.network)
-    tokenizer = model.tokenizer
-    text = list(range(64)) if tokenizer is None else tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
-    text = [token for token in text if token < model.info.vocab_size][: model.info.max_positions]
+    text = _probe_text(model)
     if isinstance(head, BlockHead):
         head.depth = 1  # what acceptance looks at
     accepted = {}
@@ -84,6 +82,14 @@ def load_head_apart(
     model = model_of(head, info, name=path, max_slots=max_slots, fingerprint=fingerprint(path))
     _warm_up(model)
     return model
+
+
+def _probe_text(model: HuggingFaceModel) -> list[int]:
+    """PROBE_TEXT in tokens; without a tokenizer, or with one that knows none of its words, the lowest ids."""
+    tokenizer, info = model.tokenizer, model.info
+    text = [] if tokenizer is None else tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
+    known = [token for token in text if token < info.vocab_size]
+    return (known if len(known) > 1 else list(range(min(64, info.vocab_size))))[: info.max_positions]
 
 
 def _warm_up(model: DraftHead) -> None:

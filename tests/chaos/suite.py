@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -37,7 +38,6 @@ from rootward.errors import APIError, BadRequestError
 from rootward.wire.clients import RemoteDrafter
 
 TARGET = "tabular:vocab=40,seed=1,sharpness=2"
-DRAFT = f"{TARGET},noise=0.4,noise_seed=1"
 ENTRY = Path(__file__).parents[1] / "support" / "entry.py"
 NUM_TOKENS, NUM_SEEDS = 200, 4
 PROMPT = [1, 2, 3]
@@ -49,6 +49,37 @@ GROWTH = 1.25  # of a process's memory from then on at most, and
 GROWTH_BYTES = 32 << 20
 KINDS = ("coupled", "greedy", "traversal")
 GREEDY = NUM_SEEDS  # key of the greedy text
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """target: of verifiers and gateways; drafter, verifier: options of these services."""
+
+    target: str
+    drafter: tuple[str, ...]
+    verifier: tuple[str, ...] = ()
+
+
+TABLES = Models(TARGET, ("--model", f"{TARGET},noise=0.4,noise_seed=1"))
+
+
+def with_a_head(folder: Path) -> Models:
+    """A random network, and drafters with a random head for it."""
+    from support.heads import eagle3
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+    from unit.engine.networks import VOCAB, tiny
+
+    network = tiny("LlamaConfig", num_hidden_layers=6, max_position_embeddings=512)
+    network.generation_config.eos_token_id = None  # every text has its full length
+    network.config.eos_token_id = None
+    network.save_pretrained(folder / "target")
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder / "target")
+    head = str(eagle3(folder / "head", network, draft_ids=None, scale=0.5))
+    target = str(folder / "target")
+    return Models(target, ("--model", f"head:{head}", "--target", target), ("--draft-head", head))
 
 
 @dataclass
@@ -153,7 +184,7 @@ DISHONEST = ["-m", "benchmarks.dishonest", "--cheat", "argmax"]
 
 
 @asynccontextmanager
-async def standing(seed: int, *, dishonest: bool, streams: int) -> AsyncIterator[Stand]:
+async def standing(seed: int, *, models: Models, dishonest: bool, streams: int) -> AsyncIterator[Stand]:
     os.environ.setdefault("ROOTWARD_NUM_THREADS", "1")
     async with AsyncExitStack() as stack:
         store = stack.enter_context(RedisProcess())
@@ -172,17 +203,17 @@ async def standing(seed: int, *, dishonest: bool, streams: int) -> AsyncIterator
 
         quick = ("--shutdown-timeout-s", "0.5")
         common = ("--redis-url", store.url, *quick)
-        honest = [(f"drafter{i}", service("drafter_service", "--model", DRAFT, *quick)) for i in range(2)]
-        cheating = [("drafter2", service("dishonest", "--model", DRAFT, *quick))] if dishonest else []
+        honest = [(f"drafter{i}", service("drafter_service", *models.drafter, *quick)) for i in range(2)]
+        cheating = [("drafter2", service("dishonest", *models.drafter, *quick))] if dishonest else []
         drafters = await all_of(*honest, *cheating)
         corruptor = FrameCorruptor(seed, most=0)
         remote = await stack.enter_async_context(RemoteDrafter(services["drafter1"].address))
         drafters[1] = await stack.enter_async_context(corrupting_drafter(remote, corruptor))
-        flags = ("--model", TARGET, "--drafters", ",".join(drafters), "--max-num-seqs", 64, *common)
-        flags += ("--num-ahead-tokens", 32)  # as for drafters on other machines
+        flags = ("--model", models.target, "--drafters", ",".join(drafters), "--max-num-seqs", 64, *common)
+        flags += (*models.verifier, "--num-ahead-tokens", 32)  # as for drafters on other machines
         verifiers = await all_of(*((f"verifier{i}", service("verifier_service", *flags)) for i in range(3)))
         limits = ("--max-num-seqs", max(256, streams), "--redispatch-wait-s", 120, "--http-listen", "127.0.0.1:0")
-        flags = ("--model", TARGET, "--verifiers", ",".join(verifiers), *limits, *common)
+        flags = ("--model", models.target, "--verifiers", ",".join(verifiers), *limits, *common)
         await all_of(*((f"gateway{i}", service("gateway", *flags)) for i in range(2)))
         made = Stand(seed, store, services, links, corruptor)
         async with AsyncClient(made.target, timeout=60.0) as client:
@@ -521,10 +552,20 @@ def report(stand: Stand, name: str, folder: Path, held: dict[str, float], comman
     return text
 
 
-async def run(name: str, *, minutes: float, streams: int, seed: int, folder: Path | None, command: str = "") -> Stand:
+async def run(
+    name: str,
+    *,
+    minutes: float,
+    streams: int,
+    seed: int,
+    folder: Path | None,
+    models: Models = TABLES,
+    command: str = "",
+) -> Stand:
     chaos = name == "chaos"
+    dishonest = chaos and models is TABLES
     print(f"{name}: seed {seed}, {minutes:g} minutes, {streams} streams", flush=True)
-    async with standing(seed, dishonest=chaos, streams=streams) as stand:
+    async with standing(seed, models=models, dishonest=dishonest, streams=streams) as stand:
         stand.began = time.monotonic()
         async with load(stand, streams):
             if chaos:
@@ -532,7 +573,7 @@ async def run(name: str, *, minutes: float, streams: int, seed: int, folder: Pat
             else:
                 await asyncio.sleep(60 * minutes)
                 await until(lambda: stand.done.total() > streams, RECOVERY_S)  # minutes may be few for a busy machine
-        if chaos:
+        if dishonest:
             async with load(stand, min(streams, 6)):
                 await check_dishonest(stand)
         held = await check_rest(stand)
@@ -550,10 +591,16 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=9)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16))
     parser.add_argument("--report", type=Path, default=None, help="folder for the report")
+    parser.add_argument(
+        "--heads", action="store_true", help="a random network with draft heads in place of tables; no drafter cheats"
+    )
     given = parser.parse_args()
     options: dict[str, Any] = {"minutes": given.minutes, "streams": given.streams, "seed": given.seed}
     words = " ".join(f"{key.upper()}={value:.15g}" for key, value in options.items())  # a seed is printed whole
-    stand = asyncio.run(run(given.name, folder=given.report, command=f"make {given.name} {words}", **options))
+    words += ' ARGS="--heads"' if given.heads else ""
+    with TemporaryDirectory() as place:
+        options["models"] = with_a_head(Path(place)) if given.heads else TABLES
+        stand = asyncio.run(run(given.name, folder=given.report, command=f"make {given.name} {words}", **options))
     for line in stand.broken:
         print(f"broken: {line}")
     return 1 if stand.broken else 0

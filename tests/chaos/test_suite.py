@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from chaos.suite import run
+from chaos.suite import run, with_a_head
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(900)]
 
@@ -14,6 +14,13 @@ async def test_a_short_chaos_keeps_every_promise(tmp_path) -> None:
     assert stand.events
     assert min(stand.done[kind] for kind in ("coupled", "greedy", "traversal")) > 0
     assert "Every promise was kept." in (tmp_path / "chaos.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.long
+async def test_chaos_with_draft_heads_in_the_drafters_keeps_every_promise(tmp_path) -> None:
+    stand = await run("chaos", minutes=3, streams=6, seed=11, folder=tmp_path, models=with_a_head(tmp_path))
+    assert stand.broken == []
+    assert min(stand.done[kind] for kind in ("coupled", "greedy", "traversal")) > 0
 
 
 async def test_a_short_soak_gives_everything_back(tmp_path) -> None:

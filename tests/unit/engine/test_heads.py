@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.heads import eagle1, eagle3
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.nn.functional import linear, silu
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from unit.engine import networks
 
 from rootward.core.requests import Sampling
@@ -384,6 +386,15 @@ def test_a_tensor_that_no_known_head_has_is_refused(tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors") | {"midlayer.adapter.weight": torch.zeros(2)}
     save_file(weights, folder / "model.safetensors")
     refused(folder, "adapter.weight")
+
+
+def test_the_load_probe_needs_no_tokenizer_that_knows_its_text(tmp_path: Path) -> None:
+    """A word-level tokenizer of a target for something else than English makes one unknown word of the text."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(networks.VOCAB)}, unk_token="w0"))
+    model = a_model(tokenizer=PreTrainedTokenizerFast(tokenizer_object=words))
+    assert len(model.tokenizer.encode("Some text.", add_special_tokens=False)) == 1
+    folder = eagle3(tmp_path, model.network, draft_ids=None, scale=0.5)
+    assert load_head_model(str(folder), model, max_slots=1).reads
 
 
 def test_the_load_probe_reads_layer_ids_as_the_head_was_made_for(
