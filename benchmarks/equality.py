@@ -91,7 +91,7 @@ class Runs:
 
 @asynccontextmanager
 async def gateway(given: argparse.Namespace, *verifiers: str) -> AsyncIterator[AsyncClient]:
-    flags = ("--model", str(given.model), "--verifiers", ",".join(verifiers))
+    flags = ("--model", str(given.model), "--verifiers", ",".join(verifiers), "--http-listen", "127.0.0.1:0")
     async with service("gateway", *flags) as address, AsyncClient(address, timeout=600.0) as client:
         while not any(verifier.ready for verifier in (await client.server_info()).verifiers):
             await asyncio.sleep(0.2)
