@@ -29,7 +29,7 @@ from rich.table import Table
 
 from benchmarks import smollm2
 from benchmarks.results import cpu_model
-from benchmarks.turns import in_order
+from benchmarks.turns import balanced_order
 from rootward import demo
 from rootward.cli.output import legend, print_delta, visible
 from rootward.cli.serve import address_of, services_running
@@ -221,7 +221,7 @@ def measure(console: Console, client: Client, pair: Pair, generate: Callable[[st
         task = progress.add_task("measuring", total=len(SYSTEMS) * len(TEMPERATURES) * len(chosen))
         for number, prompt in enumerate(chosen):
             for temperature, tallies in measured.items():
-                for system in in_order(SYSTEMS, number):
+                for system in balanced_order(SYSTEMS, number):
                     started = time.perf_counter()
                     if system == "generate":
                         tokens = passes = generate(prompt, temperature)

@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.results import Interval, command, interval, markdown_row, markdown_table, save
 from benchmarks.services import Load, free_port, measured, scraped, service, verifier_with_drafters
 from benchmarks.slow_link import Conditions, SlowLink
-from benchmarks.turns import in_order
+from benchmarks.turns import balanced_order
 from rootward.core.requests import DraftMode, Rule, Speculation, SpeculationMode
 from rootward.errors import ConfigurationError
 from rootward.wire.clients import RemoteVerifier
@@ -130,7 +130,7 @@ async def points(given: argparse.Namespace) -> list[Point]:
         deployments = [await stack.enter_async_context(running(system, given)) for system in systems(given.ahead)]
         for turn in range(given.turns):
             for rtt_ms in given.rtts:
-                for deployment in in_order(deployments, turn):
+                for deployment in balanced_order(deployments, turn):
                     found.append(await deployment.point(rtt_ms, turn, given))
                     print(_line(found[-1]), flush=True)
     return found

@@ -23,7 +23,7 @@ from statistics import median
 from benchmarks.results import markdown_table, save
 from benchmarks.services import free_port, scraped, service, verifier_with_drafters
 from benchmarks.slow_link import Conditions, SlowLink
-from benchmarks.turns import in_order
+from benchmarks.turns import balanced_order
 from rootward import demo
 from rootward.core.requests import Rule, Sampling, Speculation, SpeculationMode, Stopping, VerifierRequest
 from rootward.engine.tokenizers import load_tokenizer
@@ -139,7 +139,7 @@ async def measured(given: argparse.Namespace) -> tuple[list[Run], bool]:
     said: set[Texts] = set()
     async with running(given) as deployment:
         for turn in range(given.turns + 1):
-            for system in in_order(systems, turn):
+            for system in balanced_order(systems, turn):
                 run, texts = await deployment.run(system, turn, prompts, given)
                 said.add(texts)
                 print(

@@ -35,7 +35,7 @@ import psutil
 from benchmarks.peers_report import as_markdown, chart, print_tables, write_readme
 from benchmarks.results import command, described, save
 from benchmarks.services import busy_process, free_port, service
-from benchmarks.turns import in_order
+from benchmarks.turns import balanced_order
 from rootward.demo import read_prompts
 from rootward.errors import ConfigurationError
 from rootward.host import threads_of_drafters
@@ -413,7 +413,7 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
         runs = [
             (job, key)
             for job in jobs_of(given)
-            for key in in_order(list(engines), job.seed)
+            for key in balanced_order(list(engines), job.seed)
             if (limit := engines[key].max_batch) is None or len(job.prompts) <= limit
         ]
         bar.update(task, total=len(runs))

@@ -30,7 +30,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.results import described, markdown_table, save
 from benchmarks.services import generated, service
-from benchmarks.turns import in_order
+from benchmarks.turns import balanced_order
 from rootward import demo
 from rootward.core.requests import Sampling, Speculation, SpeculationMode, Stopping, VerifierRequest
 from rootward.engine.tokenizers import load_tokenizer
@@ -164,7 +164,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             found: dict[str, Measured] = defaultdict(Measured)
             for repetition in range(-options.warm_up, options.repetitions):
                 prompts = [texts[(repetition * sessions + i) % len(texts)] for i in range(sessions)]
-                for name in in_order(list(modes), repetition):
+                for name in balanced_order(list(modes), repetition):
                     mode_client, wish = modes[name]
                     # Warm-up: one request with each fixed number of nodes, `warm_up` requests with each controller.
                     if repetition < 0 and (name == "plain" or (name.endswith("nodes") and repetition < -1)):

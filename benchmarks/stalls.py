@@ -28,7 +28,7 @@ import psutil
 from benchmarks import peers
 from benchmarks.peers_report import NAMES
 from benchmarks.results import command, described, markdown_table, save
-from benchmarks.turns import in_order
+from benchmarks.turns import balanced_order
 from rootward.errors import ConfigurationError
 
 SYSTEMS = ("rootward", "llama.cpp", "vllm")  # those with a server
@@ -135,7 +135,7 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
                 console.print(f"{system} is missing: {why}")
         for turn, passage in enumerate(passages):
             question = QUESTION.format(peers.TOPICS[turn % len(peers.TOPICS)])
-            for key in in_order(list(engines), turn):
+            for key in balanced_order(list(engines), turn):
                 async with peers.alone(key[0], processes):
                     one = await stall(engines[key], question, passage)
                 console.print(f"{turn}: {', '.join(key)}: {one}")

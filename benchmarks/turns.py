@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_order(systems: Sequence[T], turn: int) -> list[T]:
+def balanced_order(systems: Sequence[T], turn: int) -> list[T]:
     """All systems, in the order of this turn: a row of a Williams square (E. J. Williams, 1949).
 
     Within as many turns as there are systems (twice as many if their number is odd) each of them has each place equally often and follows
