@@ -134,7 +134,7 @@ class KvTreeMachine(RuleBasedStateMachine):
         assert self.snapshot() == before
 
     @invariant()
-    def balanced_order(self) -> None:
+    def in_order(self) -> None:
         """The committed token at position i lies in cell i; every node in a cell of its own beyond."""
         if not hasattr(self, "tree"):
             return
