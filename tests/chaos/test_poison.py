@@ -6,13 +6,13 @@ import asyncio
 import signal
 
 import pytest
-from chaos.suite import NUM_TOKENS, Failures, load, standing
+from chaos.suite import NUM_TOKENS, TABLES, Failures, load, standing
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(600)]
 
 
 async def test_a_poison_request_ends_two_of_three_verifiers_and_no_stream() -> None:
-    async with standing(seed=1, dishonest=False, streams=9) as stand:
+    async with standing(seed=1, models=TABLES, dishonest=False, streams=9) as stand:
         async with load(stand, 9):
             async with asyncio.timeout(240):
                 while stand.done.total() < 9:
