@@ -32,16 +32,16 @@ from typing import Any, Protocol
 import httpx
 import psutil
 
-from benchmarks.peers_report import as_markdown, chart, print_tables, write_readme
+from benchmarks.peers_report import PLAIN, SPECULATIVE, as_markdown, chart, print_tables, write_readme
 from benchmarks.results import command, described, save
 from benchmarks.services import busy_process, free_port, service
 from benchmarks.turns import balanced_order
 from rootward.demo import read_prompts
 from rootward.errors import ConfigurationError
+from rootward.guard import exit_on_sigterm
 from rootward.host import threads_of_drafters
 
 SYSTEMS = ("rootward", "transformers", "llama.cpp", "vllm")
-PLAIN, SPECULATIVE = "plain", "speculative"
 START_S, ANSWER_S = 600.0, 600.0
 SETTLE_S = 1.0  # before a measurement: some engines poll for a while after their last answer
 LOG_LINES = 15  # of a server that ended, shown
@@ -298,7 +298,7 @@ STARTS = {
 async def answering(url: str, *command: str, environment: dict[str, str] | None = None) -> AsyncIterator[None]:
     """A server that completes prompts, ended on exit. RuntimeError with the end of its log if it ends before it answers."""
     env = {**os.environ, **(environment or {})}
-    with tempfile.TemporaryFile() as output:
+    with exit_on_sigterm(), tempfile.TemporaryFile() as output:
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=asyncio.subprocess.STDOUT, env=env
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.results import markdown_table
@@ -16,6 +17,8 @@ VALUES = (
     ("first_token_ms", 0, "time to first token, ms"),
     ("token_ms", 1, "time per output token after the first, ms"),
 )
+PLAIN, SPECULATIVE = "plain", "speculative"
+RATIOS = "speculative over plain: mean of the repetitions ± its standard error"
 NAMES = {"rootward": "Rootward", "transformers": "transformers", "llama.cpp": "llama.cpp", "vllm": "vLLM"}
 
 
@@ -45,6 +48,27 @@ def rows_of(report: dict[str, Any], value: str, digits: int) -> list[list[str]]:
     return rows
 
 
+def ratios_of(report: dict[str, Any]) -> list[list[str]]:
+    """System, then tokens/s with speculation over plain decoding for each setting: the mean over the repetitions, each of which ran both,
+    and its standard error. A single ratio tells little where the speed of a machine changes within seconds."""
+    rates = {
+        (series["system"], series["mode"], series["temperature"], series["batch"]): [
+            run["tokens"] / run["seconds"] for run in series["runs"]
+        ]
+        for series in report["series"]
+    }
+    rows = []
+    for system in dict.fromkeys(series["system"] for series in report["series"]):
+        cells = []
+        for setting in settings_of(report):
+            speculative, plain = rates.get((system, SPECULATIVE, *setting)), rates.get((system, PLAIN, *setting))
+            ratios = [a / b for a, b in zip(speculative, plain, strict=True)] if speculative and plain else []
+            error = f" ± {stdev(ratios) / len(ratios) ** 0.5:.2f}" if len(ratios) > 1 else ""
+            cells.append(f"{fmean(ratios):.2f}{error}" if ratios else "")
+        rows.append([NAMES[system], *cells])
+    return rows
+
+
 def print_tables(report: dict[str, Any]) -> None:
     """A table for each measured value, on the terminal."""
     from rich.console import Console
@@ -60,13 +84,23 @@ def print_tables(report: dict[str, Any]) -> None:
             styled = (f"[bold]{cell.strip('*')}[/bold]" if cell.startswith("**") else cell for cell in cells)
             table.add_row(name, *styled)
         console.print(table)
+    table = Table(title=RATIOS)
+    table.add_column("")
+    for temperature, batch in settings_of(report):
+        table.add_column(f"T = {temperature:g}\nbatch {batch}", justify="right")
+    for row in ratios_of(report):
+        table.add_row(*row)
+    console.print(table)
     for system, why in report["missing"].items():
         console.print(f"{system} is missing: {why}")
 
 
 def table_of(report: dict[str, Any], value: str, digits: int, first: str) -> str:
-    header = [first, *(f"T = {temperature:g}, {batch}" for temperature, batch in settings_of(report))]
-    return markdown_table(header, rows_of(report, value, digits))
+    return markdown_table(header_of(report, first), rows_of(report, value, digits))
+
+
+def header_of(report: dict[str, Any], first: str) -> list[str]:
+    return [first, *(f"T = {temperature:g}, {batch}" for temperature, batch in settings_of(report))]
 
 
 def heading(report: dict[str, Any]) -> str:
@@ -93,6 +127,7 @@ def as_markdown(reports: Sequence[dict[str, Any]]) -> str:
             table_of(report, value, digits, f"{title}; T, requests at once")
             for value, digits, title in measured(report)
         ]
+        parts.append(markdown_table(header_of(report, f"{RATIOS}; T, requests at once"), ratios_of(report)))
         parts += [f"{NAMES[system]} was not installed." for system in report["missing"]]
     return "\n\n".join(parts) + "\n"
 

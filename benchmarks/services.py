@@ -19,6 +19,7 @@ from rootward.addresses import open_local, reserved_port
 from rootward.clock import SystemClock
 from rootward.core.requests import Sampling, Speculation, SpeculationStats, Stopping, VerifierRequest
 from rootward.errors import ConfigurationError
+from rootward.guard import exit_on_sigterm
 from rootward.ports import Verifier
 from rootward.wire.clients import RemoteVerifier
 
@@ -36,18 +37,19 @@ def service(module: str, *flags: str) -> AbstractAsyncContextManager[str]:
 
 @asynccontextmanager
 async def address_of(*command: str, cwd: Path | None = None) -> AsyncIterator[str]:
-    """The address that a process announces; the process is stopped on exit. cwd: folder that it runs in."""
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL, cwd=cwd)
-    try:
-        yield await _address(process, command)
-    finally:
-        if process.returncode is None:
-            process.terminate()
+    """The address that a process announces; the process is stopped on exit, also by SIGTERM. cwd: folder that it runs in."""
+    with exit_on_sigterm():
+        process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL, cwd=cwd)
         try:
-            await asyncio.wait_for(process.wait(), STOP_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+            yield await _address(process, command)
+        finally:
+            if process.returncode is None:
+                process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), STOP_S)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
 
 
 async def _address(process: asyncio.subprocess.Process, command: Sequence[str]) -> str:

@@ -1,8 +1,8 @@
-"""Ends processes whose parent was killed and could not end them itself.
+"""Ends the processes that another one has started when that ends: on SIGTERM itself (`exit_on_sigterm`), after SIGKILL by a `Guard`.
 
-The parent runs this file as one more process and writes to its standard input, a line each: the id of a process that it has started, and
-the same below zero once that has ended. The input ends when the parent does; processes that are left then get SIGTERM, and those that still
-run after PATIENCE_S are killed.
+The parent of a guard runs this file as one more process and writes to its standard input, a line each: the id of a process that it has
+started, and the same below zero once that has ended. The input ends when the parent does; processes that are left then get SIGTERM, and
+those that still run after PATIENCE_S are killed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
@@ -54,6 +56,19 @@ class Guard:
     def _tell(self, number: int) -> None:
         with suppress(BrokenPipeError):  # it was killed itself, and nobody guards
             os.write(self._input, b"%d\n" % number)
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit in the main thread; by default it ends the process at once, and what it started stays behind."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def main() -> None:

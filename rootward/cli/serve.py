@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from typer.core import TyperCommand
 
 from rootward.cli.bench_serve import bench_serve
 from rootward.errors import ConfigurationError
-from rootward.guard import Guard
+from rootward.guard import Guard, exit_on_sigterm
 from rootward.host import environment_without
 
 OWN_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # parsed by the module
@@ -127,7 +125,7 @@ def services_running(
     """
     own = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--log-level", "warning"]
     command = command_of("all", [*own, "--start-timeout-s", str(start_timeout_s), *flags])
-    with _exit_on_sigterm(), Guard() as guard:
+    with exit_on_sigterm(), Guard() as guard:
         environment = environment_without(OF_CALLERS)
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True)
         guard.started(process.pid)
@@ -148,19 +146,6 @@ def services_running(
                 process.kill()
                 process.wait()
             guard.ended(process.pid)
-
-
-@contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit in the main thread; by default it ends the process at once, and what it started stays behind."""
-    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def address_of(lines: Sequence[str]) -> str:

@@ -47,6 +47,7 @@ def server():
 def report(**changes) -> dict:
     series = [
         {"system": system, "mode": mode, "temperature": 0.0, "batch": batch, "tokens_per_s": rate, "first_token_ms": 9}
+        | {"runs": [{"tokens": rate, "seconds": 1.0}]}
         for system, mode, batch, rate in (("rootward", "plain", 1, 30.0), ("vllm", "plain", 1, 20.0))
     ]
     head = {"model": "m", "draft": None, "dtype": "bfloat16", "hardware": "CPU, 2 cores", "threads": 2, "commit": "c"}
@@ -139,6 +140,24 @@ def test_markdown_names_processor_date_and_commit_and_marks_the_best():
         "| Rootward, plain | **30.0** |",
     ):
         assert words in text
+
+
+def test_ratios_are_of_the_runs_of_one_repetition_with_their_standard_error():
+    series = [
+        {"system": "rootward", "mode": mode, "temperature": 0.0, "batch": batch}
+        | {
+            "runs": [{"tokens": tokens, "seconds": seconds} for seconds in (1.0, 2.0)]
+        }  # the machine is slower, for both
+        for mode, batch, tokens in (("plain", 1, 10), ("speculative", 1, 15), ("plain", 8, 10))
+    ]
+    series.append(
+        {**series[1], "system": "vllm", "runs": [{"tokens": 10, "seconds": 1.0}, {"tokens": 14, "seconds": 1.0}]}
+    )
+    series.append({**series[0], "system": "vllm", "runs": [{"tokens": 10, "seconds": 1.0}] * 2})
+    assert peers_report.ratios_of(report(series=series)) == [
+        ["Rootward", "1.50 ± 0.00", ""],
+        ["vLLM", "1.20 ± 0.20", ""],
+    ]
 
 
 def test_the_readme_tables_replace_what_is_between_the_markers(tmp_path):
