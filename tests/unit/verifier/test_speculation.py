@@ -174,6 +174,25 @@ def test_the_pause_between_trials_is_counted_in_steps_however_many_sessions_shar
     assert one.begin_round(1, 16)[0] > 0
 
 
+def test_a_pause_ends_when_other_numbers_of_sessions_share_the_steps() -> None:
+    """Three of four nodes are accepted: worth the rows of one session, not those of eight."""
+    controller = SpeculationController(StepTime({rows: 0.05 + 0.02 * max(0, rows - 8) for rows in range(1, 66)}))
+    one = controller.of("text")
+    for _ in range(300):
+        controller.plan({one: 1}, most=4)
+        nodes, _ = one.begin_round(1, 4)
+        one.add(1, RoundResult(nodes, nodes, tuple(range(1, min(3, nodes) + 1)), 0.0))
+    assert one.active
+    controller.plan({one: 8}, most=4)
+    assert not one.active
+    pause = one.pause_left
+    assert pause > 2
+    controller.plan({one: 8}, most=4)
+    assert (one.active, one.pause_left) == (False, pause - 1)
+    controller.plan({one: 1}, most=4)
+    assert one.active
+
+
 def test_one_session_of_many_tries_another_size() -> None:
     controller = SpeculationController(StepTime({rows: 1.0 + 0.01 * rows for rows in FLAT}))
     one = controller.of("good")
