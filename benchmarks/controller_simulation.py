@@ -99,7 +99,7 @@ def share_of_best(scenario: Scenario, seed: int, rounds: int = ROUNDS) -> tuple[
         nodes, _ = kind.begin_round(1, MAX_NODES)
         accepted = rng.random(nodes) < scenario.acceptance(nodes)
         step_s, wait_s = relative * scenario.step_s(nodes), relative * scenario.wait_s(nodes)
-        controller.step_time.add(nodes + 1, step_s, plain=not nodes)
+        controller.step_time.add(nodes + 1, step_s, drafted=nodes > 0)
         wait = wait_s / controller.step_time.speed
         kind.add(1, RoundResult(nodes, nodes, tuple((np.flatnonzero(accepted) + 1).tolist()), wait))
         tokens += scenario.tokens(nodes)

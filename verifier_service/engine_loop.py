@@ -297,7 +297,8 @@ class EngineLoop:
         if not plan.prefill:
             seconds = time.monotonic() - start_s - draft_s
             rows = sum(len(outcome.tree) for outcome in outcomes)
-            self.rounds.controller.step_time.add(rows, seconds, plain=rows == len(rounds))
+            drafted = any(r.drafter and o.num_nodes for r, o in zip(rounds, outcomes, strict=True))
+            self.rounds.controller.step_time.add(rows, seconds, drafted=drafted)
         self.rounds.plan()
 
     def _commit(self, session: Session, launched: Round, outcome: Outcome) -> None:

@@ -57,8 +57,9 @@ class Rounds:
                 by_source["drafter"][session.statistics] += 1
             for local in session.local_drafts:
                 by_source["head" if local.source is None else "look-up"][local.statistics] += 1
-        for counts in by_source.values():
-            self.controller.plan(counts, plain=len(running) - counts.total(), most=self.possible)
+        for source, counts in by_source.items():
+            plain, from_drafters = len(running) - counts.total(), source == "drafter"
+            self.controller.plan(counts, plain=plain, most=self.possible, from_drafters=from_drafters)
 
     def statistics(self, session: Session) -> Statistics:
         """Statistics of the rounds of sessions of the same kind."""

@@ -236,10 +236,13 @@ class SpeculationController:
         tried = [statistics.speedup for statistics in self._kinds.values() if statistics.num_rounds]
         return sum(tried) / len(tried) if tried else 1.0
 
-    def plan(self, sessions: Mapping[Statistics, int], *, plain: int = 0, most: int) -> None:
+    def plan(
+        self, sessions: Mapping[Statistics, int], *, plain: int = 0, most: int, from_drafters: bool = True
+    ) -> None:
         """Decide for rounds that begin before the next plan.
 
-        sessions: how many of each kind share the next step; plain: how many more decode plainly; most: nodes that a round may have.
+        sessions: how many of each kind share the next step; plain: how many more decode plainly; most: nodes that a round may have;
+        from_drafters: drafters grow the trees, perhaps on the target's machine, and not the verifier itself.
         """
         allowed = [*(size for size in SIZES if size < most), most]
         if not self.step_time.known or len(allowed) < 2:
@@ -247,7 +250,7 @@ class SpeculationController:
         for statistics, count in sessions.items():
             if not statistics.rests(count):
                 others = [(other, num) for other, num in sessions.items() if other is not statistics]
-                self._plan_kind(statistics, count, others, plain, allowed)
+                self._plan_kind(statistics, count, others, plain, allowed, from_drafters)
 
     def _plan_kind(
         self,
@@ -256,6 +259,7 @@ class SpeculationController:
         others: Sequence[tuple[Statistics, int]],
         plain: int,
         allowed: Sequence[int],
+        from_drafters: bool,
     ) -> None:
         """Decide the size of one kind while the others keep theirs. count: its sessions in the step; others: the other kinds and theirs."""
         trees = statistics.expected_trees(count)
@@ -264,17 +268,18 @@ class SpeculationController:
         )
         other_rows = plain + sum(num + round(other.expected_trees(num) * other.present_nodes) for other, num in others)
         other_wait = max((other.draft_wait(other.present_nodes) for other, _ in others), default=0.0)
-        others_plain = not any(other.active for other, _ in others)
+        others_active = any(other.active for other, _ in others)
         tokens = statistics.expected_tokens(allowed)
+        rows = {n: other_rows + count + round(trees * n) for n in allowed}
         step_s = {
-            n: self.step_time.seconds(other_rows + count + round(trees * n), plain=others_plain and not n)
-            for n in allowed
+            n: self.step_time.seconds(rows[n], drafted=from_drafters and (n > 0 or others_active)) for n in allowed
         }
         committed = {n: other_tokens + count + trees * (tokens[n] - 1) for n in allowed}
         wait_s = {n: self.step_time.speed * max(other_wait, statistics.draft_wait(n)) for n in allowed}
         goodput = {n: committed[n] / (step_s[n] + wait_s[n]) for n in allowed}
         best = max(allowed[1:], key=goodput.__getitem__)
-        alone_s = self.step_time.seconds(other_rows + count + best) + self.step_time.speed * statistics.draft_wait(best)
+        alone_s = self.step_time.seconds(other_rows + count + best, drafted=from_drafters)
+        alone_s += self.step_time.speed * statistics.draft_wait(best)
         statistics.num_plans += 1
         statistics.pause_left -= 1
         statistics.speedup = goodput[best] / goodput[0]

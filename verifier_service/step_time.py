@@ -20,7 +20,7 @@ WARM_UP_TURNS, MIN_TURNS, MAX_TURNS = 2, 5, 27  # over these sizes; the first on
 MEASURE_S = 0.5  # of measuring at start, after which no turn begins
 SIZE_MEMORY = 0.1  # weight of the newest step in the time of a size
 SPEED_MEMORY = 0.2  # the same in the speed of the machine
-SETTLED = 8  # steps after trees begin or end in which the speed changes because of that, not because of what else runs on the machine
+SETTLED = 8  # steps after drafters begin or end to grow trees in which the speed changes because of that, not of what else runs
 LARGEST_SURPRISE = 1.0  # limit of the error of log seconds: a step that was held up for long counts as e times too slow
 
 
@@ -43,16 +43,19 @@ class StepTime:
     seconds, the ratio between two sizes hardly changes. So a step of the same size as the one before corrects the factor, and a step of
     another size corrects mostly the seconds of that size.
 
-    Plain steps have a factor of their own: a drafter on the same machine takes its share of it only while trees are grown.
+    Steps with trees of drafters have a factor of their own: a drafter on the same machine takes its share of it while it grows them.
     """
 
     def __init__(self, measured: Mapping[int, float] | None = None) -> None:
         """measured: seconds by number of rows."""
         # Logarithms of seconds, by number of rows; a measurement at start counts for one step.
         self._log = {rows: Mean(math.log(max(seconds, 1e-9)), 1) for rows, seconds in sorted((measured or {}).items())}
-        self._speed = {True: Mean(), False: Mean()}  # logarithms, of plain steps and of those with trees
+        self._speed = {True: Mean(), False: Mean()}  # logarithms, of steps with trees of drafters and of all others
         self._last = 0  # size of the step before
-        self._last_plain, self._num_alike = False, 0  # whether that was plain, and how many like it came in a row
+        self._last_drafted, self._num_alike = (
+            True,
+            0,
+        )  # whether that had a drafter's tree, and how many like it came in a row
         self._rows: list[int] = []
         self._seconds: list[float] = []
         self._fit()
@@ -63,30 +66,31 @@ class StepTime:
 
     @property
     def speed(self) -> float:
-        """The factor of steps with trees: their time now divided by that measured at start; above 1 if the machine has become slower."""
-        return math.exp(self._speed[False].value)
+        """The factor of steps with trees of drafters: their time now divided by that measured at start; above 1 if the machine has become
+        slower. That of all steps while no drafter grows trees."""
+        return math.exp(self._speed[True].value)
 
-    def seconds(self, rows: int, *, plain: bool = False) -> float:
+    def seconds(self, rows: int, *, drafted: bool = True) -> float:
         """Expected seconds of a step; 0 while nothing is known. Linear between known sizes, and beyond the largest one."""
-        at, speed = bisect_left(self._rows, rows), math.exp(self._speed[plain].value)
+        at, speed = bisect_left(self._rows, rows), math.exp(self._speed[drafted].value)
         if not at or len(self._rows) == 1:
             return self._seconds[0] * speed if self._rows else 0.0
         at = min(at, len(self._rows) - 1)
         (low, high), (fast, slow) = self._rows[at - 1 : at + 1], self._seconds[at - 1 : at + 1]
         return (fast + (slow - fast) * (rows - low) / (high - low)) * speed
 
-    def add(self, rows: int, seconds: float, *, plain: bool = False) -> None:
-        """Learn the seconds of a step with these rows. plain: the step had no draft node."""
+    def add(self, rows: int, seconds: float, *, drafted: bool = True) -> None:
+        """Learn the seconds of a step with these rows. drafted: a drafter has grown some of its nodes."""
         size, value = _bucket(rows), math.log(max(seconds, 1e-9))
-        speed, other_speed = self._speed[plain], self._speed[not plain]
+        speed, other_speed = self._speed[drafted], self._speed[not drafted]
         is_new = size not in self._log
         if is_new:
-            expected = math.log(self.seconds(size, plain=plain)) - speed.value if self.known else value
+            expected = math.log(self.seconds(size, drafted=drafted)) - speed.value if self.known else value
             self._log = dict(sorted({**self._log, size: Mean(expected, 1)}.items()))
         known = self._log[size]
         surprise = min(LARGEST_SURPRISE, max(-LARGEST_SURPRISE, value - known.value - speed.value))
-        self._num_alike = self._num_alike + 1 if plain == self._last_plain else 1
-        corrects_size = size != self._last and plain == self._last_plain and self._last > 0
+        self._num_alike = self._num_alike + 1 if drafted == self._last_drafted else 1
+        corrects_size = size != self._last and drafted == self._last_drafted and self._last > 0
         if corrects_size:
             known.add(known.value + surprise, SIZE_MEMORY)
             surprise *= 0.5
@@ -94,7 +98,7 @@ class StepTime:
         speed.add(before + surprise, SPEED_MEMORY)
         if self._num_alike > SETTLED or not other_speed.count:
             other_speed.value += speed.value - before
-        self._last, self._last_plain = size, plain
+        self._last, self._last_drafted = size, drafted
         if is_new or corrects_size:
             self._fit()
 

@@ -36,7 +36,7 @@ def rounds(
         nodes, _ = one.begin_round(1, most)
         path = tuple(range(1, min(accepted, nodes) + 1))
         one.add(1, RoundResult(nodes, nodes, path, wait if nodes else 0.0))
-        controller.step_time.add(sessions * (nodes + 1), step_s, plain=not nodes)
+        controller.step_time.add(sessions * (nodes + 1), step_s, drafted=nodes > 0)
         sizes.append(nodes)
     return sizes
 
@@ -250,10 +250,24 @@ def test_a_drafter_that_slows_the_steps_it_grows_trees_beside_is_not_worth_them(
         controller.plan({one: 1}, most=64)
         nodes, _ = one.begin_round(1, 64)
         one.add(1, RoundResult(nodes, nodes, (1,) if nodes else (), 0.0))
-        controller.step_time.add(nodes + 1, 0.125 if nodes else 0.05, plain=not nodes)
+        controller.step_time.add(nodes + 1, 0.125 if nodes else 0.05, drafted=nodes > 0)
     assert not one.active
     step_time = controller.step_time
-    assert step_time.seconds(9) / step_time.seconds(1, plain=True) == pytest.approx(2.5, rel=0.1)
+    assert step_time.seconds(9) / step_time.seconds(1, drafted=False) == pytest.approx(2.5, rel=0.1)
+
+
+def test_trees_of_the_verifier_itself_are_not_slowed_by_drafters() -> None:
+    """Steps with trees of drafters take 2.5 times as long, and the verifier's own trees gain one token in steps that do not."""
+    controller = SpeculationController(StepTime(FLAT))
+    one = controller.of("looked up")
+    for turn in range(600):
+        controller.plan({one: 1}, most=64, from_drafters=False)
+        nodes, _ = one.begin_round(1, 64)
+        one.add(1, RoundResult(nodes, nodes, (1,) if nodes else (), 0.0))
+        drafted = turn // 20 % 2 > 0
+        controller.step_time.add(nodes + 1, 0.125 if drafted else 0.05, drafted=drafted)
+    assert one.active
+    assert one.speedup == pytest.approx(2.0, rel=0.1)
 
 
 def test_one_step_that_was_held_up_hardly_counts() -> None:
