@@ -150,3 +150,17 @@ async def test_tables_of_successors_take_the_target_s_most_likely_tokens_of_ever
         (table,) = verifier.local._memories.values()
         likely = np.argsort(-np.asarray(target.law(text[:-1])), kind="stable").tolist()
         assert list(table.row(text[-2])) == likely[:WIDTH]
+
+
+@pytest.mark.parametrize("by_drafter", [False, True])
+async def test_only_steps_with_trees_of_drafters_have_their_speed(by_drafter: bool) -> None:
+    """Another process may take time of the target's machine for them; a tree that is looked up takes none."""
+    target, draft = tabular_pair(**PERIODIC)
+    drafters = {"d": drafter_of(draft)} if by_drafter else {}
+    async with verifier_of(target, drafters, local_draft="none" if by_drafter else "ngram") as verifier:
+        learned: list[tuple[bool, bool]] = []
+        step_time = verifier.engine.rounds.controller.step_time
+        step_time.add = lambda rows, seconds, *, drafted: learned.append((rows > 1, drafted))
+        await collect(verifier, request(temperature=0.0, max_tokens=60, mode=SpeculationMode.REQUIRED))
+    assert (True, by_drafter) in learned
+    assert all(drafted == (by_drafter and has_tree) for has_tree, drafted in learned)
