@@ -37,7 +37,7 @@ async def test_text_that_repeats_comes_several_tokens_per_pass_without_a_drafter
     target, _ = tabular_pair(**PERIODIC)
     async with verifier_of(target, {}, local_draft=kind) as verifier:
         wanted = VerifierRequest(
-            "r", (1, 2, 3), request(temperature=0.0).sampling, Stopping(300), named(kind, SpeculationMode.REQUIRED)
+            "r", (1, 2, 3), request(temperature=0.0).sampling, Stopping(300), named("" if drafters else kind, SpeculationMode.REQUIRED)
         )
         tokens, last = await collect(verifier, wanted)
         assert tokens == greedy_text(target, 300)
@@ -152,15 +152,17 @@ async def test_tables_of_successors_take_the_target_s_most_likely_tokens_of_ever
         assert list(table.row(text[-2])) == likely[:WIDTH]
 
 
-@pytest.mark.parametrize("by_drafter", [False, True])
-async def test_only_steps_with_trees_of_drafters_have_their_speed(by_drafter: bool) -> None:
+@pytest.mark.parametrize("kind", ["d", "ngram"])
+async def test_only_steps_with_trees_of_drafters_have_their_speed(kind: str) -> None:
     """Another process may take time of the target's machine for them; a tree that is looked up takes none."""
     target, draft = tabular_pair(**PERIODIC)
-    drafters = {"d": drafter_of(draft)} if by_drafter else {}
-    async with verifier_of(target, drafters, local_draft="none" if by_drafter else "ngram") as verifier:
+    drafters = {"d": drafter_of(draft)} if kind == "d" else {}
+    async with verifier_of(target, drafters, local_draft="none" if drafters else "ngram") as verifier:
         learned: list[tuple[bool, bool]] = []
         step_time = verifier.engine.rounds.controller.step_time
         step_time.add = lambda rows, seconds, *, drafted: learned.append((rows > 1, drafted))
-        await collect(verifier, request(temperature=0.0, max_tokens=60, mode=SpeculationMode.REQUIRED))
-    assert (True, by_drafter) in learned
-    assert all(drafted == (by_drafter and has_tree) for has_tree, drafted in learned)
+        await until(lambda: len(verifier.pool.up) == len(drafters))
+        sampling, speculation = request(temperature=0.0).sampling, named("" if drafters else kind, SpeculationMode.REQUIRED)
+        await collect(verifier, VerifierRequest("r", (1, 2, 3), sampling, Stopping(60), speculation))
+    assert (True, kind == "d") in learned
+    assert all(drafted == (kind == "d" and has_tree) for has_tree, drafted in learned)
