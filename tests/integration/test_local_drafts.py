@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 import numpy as np
 import pytest
-from support.services import collect, drafter_of, request, tabular_pair, until, verifier_of
+from support.services import collect, drafter_of, in_process, request, tabular_pair, until, verifier_of
 
 from rootward.core.frames import FromDrafter, ToDrafter
 from rootward.core.lookup import WIDTH
@@ -37,7 +37,11 @@ async def test_text_that_repeats_comes_several_tokens_per_pass_without_a_drafter
     target, _ = tabular_pair(**PERIODIC)
     async with verifier_of(target, {}, local_draft=kind) as verifier:
         wanted = VerifierRequest(
-            "r", (1, 2, 3), request(temperature=0.0).sampling, Stopping(300), named("" if drafters else kind, SpeculationMode.REQUIRED)
+            "r",
+            (1, 2, 3),
+            request(temperature=0.0).sampling,
+            Stopping(300),
+            named("" if drafters else kind, SpeculationMode.REQUIRED),
         )
         tokens, last = await collect(verifier, wanted)
         assert tokens == greedy_text(target, 300)
@@ -152,17 +156,26 @@ async def test_tables_of_successors_take_the_target_s_most_likely_tokens_of_ever
         assert list(table.row(text[-2])) == likely[:WIDTH]
 
 
-@pytest.mark.parametrize("kind", ["d", "ngram"])
+@asynccontextmanager
+async def verifier_with(kind: str) -> AsyncIterator[VerifierService]:
+    """A verifier with a drafter, or with a look-up of its own."""
+    target, draft = tabular_pair(**PERIODIC)
+    if kind == "drafter":
+        async with in_process(target, draft) as system:
+            yield system.verifier
+    else:
+        async with verifier_of(target, {}, local_draft=kind) as verifier:
+            yield verifier
+
+
+@pytest.mark.parametrize("kind", ["drafter", "ngram"])
 async def test_only_steps_with_trees_of_drafters_have_their_speed(kind: str) -> None:
     """Another process may take time of the target's machine for them; a tree that is looked up takes none."""
-    target, draft = tabular_pair(**PERIODIC)
-    drafters = {"d": drafter_of(draft)} if kind == "d" else {}
-    async with verifier_of(target, drafters, local_draft="none" if drafters else "ngram") as verifier:
+    async with verifier_with(kind) as verifier:
         learned: list[tuple[bool, bool]] = []
         step_time = verifier.engine.rounds.controller.step_time
         step_time.add = lambda rows, seconds, *, drafted: learned.append((rows > 1, drafted))
-        await until(lambda: len(verifier.pool.up) == len(drafters))
-        sampling, speculation = request(temperature=0.0).sampling, named("" if drafters else kind, SpeculationMode.REQUIRED)
-        await collect(verifier, VerifierRequest("r", (1, 2, 3), sampling, Stopping(60), speculation))
-    assert (True, kind == "d") in learned
-    assert all(drafted == (kind == "d" and has_tree) for has_tree, drafted in learned)
+        drafts = named("" if kind == "drafter" else kind, SpeculationMode.REQUIRED)
+        await collect(verifier, VerifierRequest("r", (1, 2, 3), stopping=Stopping(60), speculation=drafts))
+    assert (True, kind == "drafter") in learned
+    assert all(drafted == (kind == "drafter" and has_tree) for has_tree, drafted in learned)
