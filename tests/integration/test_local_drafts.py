@@ -37,11 +37,7 @@ async def test_text_that_repeats_comes_several_tokens_per_pass_without_a_drafter
     target, _ = tabular_pair(**PERIODIC)
     async with verifier_of(target, {}, local_draft=kind) as verifier:
         wanted = VerifierRequest(
-            "r",
-            (1, 2, 3),
-            request(temperature=0.0).sampling,
-            Stopping(300),
-            named("" if drafters else kind, SpeculationMode.REQUIRED),
+            "r", (1, 2, 3), request(temperature=0.0).sampling, Stopping(300), named(kind, SpeculationMode.REQUIRED)
         )
         tokens, last = await collect(verifier, wanted)
         assert tokens == greedy_text(target, 300)
