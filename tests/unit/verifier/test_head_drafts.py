@@ -66,10 +66,11 @@ def test_a_session_without_states_gets_no_tree_and_the_others_do() -> None:
     [
         ([9, 1, 1], [True, False, False]),  # the prompt, then rounds
         ([9, 1, 9, 1], [True, False, True, False]),  # rounds without trees between them
-        ([9, 9, 9], [True, False, False]),  # where every step has a new session, that is the usual time
+        ([9, 9, 1, 9], [True, True, False, True]),  # sessions that begin in two steps
+        ([9] * 6, [True] * 4 + [False] * 2),  # where every step has a new session, that is the usual time
     ],
 )
-def test_a_step_catches_up_if_it_reads_much_text_and_the_one_before_did_not(
+def test_a_step_catches_up_if_it_reads_much_text_unless_that_is_usual(
     new_tokens: list[int], expected: list[bool]
 ) -> None:
     heads, text, found = drafts(), [0], []
