@@ -78,7 +78,7 @@ class Statistics:
         self.trial_session: int | None = None
         self.trial_left = 0  # rounds with trees; 0: there is no trial
         self.trial_patience = 0  # rounds until a trial whose trees do not come is over
-        self.pause_left = 0  # steps until the next trial
+        self.pause_left = 0  # plans until the next trial
         self.num_sessions = 0  # in the last plan
         self.probe_nodes = 0  # size that the next session to begin a round tries; 0: none
         self.num_plans = 0
@@ -162,7 +162,7 @@ class Statistics:
 
     def rests(self, sessions: int) -> bool:
         """Whether the last plan, for as many sessions, is kept: until the next trial they decode plainly, and nothing is learned of their
-        trees. Planning anew takes a few tenths of a millisecond of every step. Called once for every step, to count the pause."""
+        trees. Planning anew takes a few tenths of a millisecond of every step. Called with every plan, to count the pause."""
         changed, self.num_sessions = sessions != self.num_sessions, sessions
         if changed or self.active or self.trial_left or self.pause_left <= 1:
             return False

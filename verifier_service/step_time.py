@@ -52,10 +52,8 @@ class StepTime:
         self._log = {rows: Mean(math.log(max(seconds, 1e-9)), 1) for rows, seconds in sorted((measured or {}).items())}
         self._speed = {True: Mean(), False: Mean()}  # logarithms, of steps with trees of drafters and of all others
         self._last = 0  # size of the step before
-        self._last_drafted, self._num_alike = (
-            True,
-            0,
-        )  # whether that had a drafter's tree, and how many like it came in a row
+        self._last_drafted = True  # whether that had a drafter's tree
+        self._num_alike = 0  # steps like it in a row
         self._rows: list[int] = []
         self._seconds: list[float] = []
         self._fit()
