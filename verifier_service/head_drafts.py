@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # a verifier without a head loads none
     from rootward.engine.head_model import DraftHead
 
 MOST_POSITIONS = 1024  # that a head reads at once: of a longer prompt the last ones
-CATCHING_UP = 4  # steps in a row that read much: sessions that begin together get their first trees in two or three
+MAX_CATCH_UP_STEPS = 4  # in a row; sessions that begin together get their first trees in two or three steps
 LEAST_LEVELS = 3  # of a tree: a level costs about a tenth of a step of a small target (docs/log.md, lesson 23)
 
 
@@ -69,10 +69,10 @@ class HeadDrafts:
 
         self._compiled = compiled_trees(model, incarnation=incarnation, best_first=shape)
         self._observed: dict[Hashable, Observed] = {}
-        # The last `grow` took longer than usual: a text of more than one round was read (a prompt, rounds without trees), as in fewer than
-        # CATCHING_UP calls before it.
+        # The last `grow` took longer than usual: it read a text of more than one round (a prompt, rounds without trees), as at most
+        # MAX_CATCH_UP_STEPS calls in a row did. Where more of them do, that is the usual time.
         self.catches_up = False
-        self._num_reading = 0  # calls up to the last one, in a row, in which such a text was read
+        self._num_reading = 0  # number of calls in a row, up to the last one, that read such a text
 
     def observe(self, session: Hashable, first: int, states: torch.Tensor) -> None:
         """Keep the states [n, S] of positions first, first + 1, ... Earlier ones are dropped if there is a gap between them."""
@@ -91,7 +91,7 @@ class HeadDrafts:
         features = self._features(known)
         read_much = any(len(rows) > one.nodes + 1 for one, rows in zip(known, features, strict=True))
         self._num_reading = self._num_reading + 1 if read_much else 0
-        self.catches_up = 0 < self._num_reading <= CATCHING_UP
+        self.catches_up = 0 < self._num_reading <= MAX_CATCH_UP_STEPS
         compiled: list[tuple[TreeToGrow, NDArray[np.float32]]] = []
         others: list[TreeToGrow] = []
         for one, rows in zip(known, features, strict=True):

@@ -160,9 +160,10 @@ class Statistics:
             if not self.trial_left:
                 self._end_trial()
 
-    def rests(self, sessions: int) -> bool:
-        """Whether the last plan, for as many sessions, is kept: until the next trial they decode plainly, and nothing is learned of their
-        trees. Planning anew takes a few tenths of a millisecond of every step. Called with every plan, to count the pause."""
+    def continue_pause(self, sessions: int) -> bool:
+        """Count one plan of the pause between two trials. False: there is no pause, it ends, or the number of sessions has changed, so the
+        kind has to be planned. Otherwise the last plan holds: nothing is learned of trees during a pause, and a plan takes a few tenths of
+        a millisecond of every step."""
         changed, self.num_sessions = sessions != self.num_sessions, sessions
         if changed or self.active or self.trial_left or self.pause_left <= 1:
             return False
@@ -248,7 +249,7 @@ class SpeculationController:
         if not self.step_time.known or len(allowed) < 2:
             return
         for statistics, count in sessions.items():
-            if not statistics.rests(count):
+            if not statistics.continue_pause(count):
                 others = [(other, num) for other, num in sessions.items() if other is not statistics]
                 self._plan_kind(statistics, count, others, plain, allowed, from_drafters)
 

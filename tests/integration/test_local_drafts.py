@@ -165,7 +165,7 @@ async def verifier_with(kind: str) -> AsyncIterator[VerifierService]:
 
 
 @pytest.mark.parametrize("kind", ["drafter", "ngram"])
-async def test_only_steps_with_trees_of_drafters_have_their_speed(kind: str) -> None:
+async def test_only_trees_of_drafters_give_a_step_the_speed_factor_of_drafters(kind: str) -> None:
     """Another process may take time of the target's machine for them; a tree that is looked up takes none."""
     async with verifier_with(kind) as verifier:
         learned: list[tuple[bool, bool]] = []

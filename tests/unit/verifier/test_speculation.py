@@ -174,7 +174,7 @@ def test_the_pause_between_trials_is_counted_in_steps_however_many_sessions_shar
     assert one.begin_round(1, 16)[0] > 0
 
 
-def test_a_pause_ends_when_other_numbers_of_sessions_share_the_steps() -> None:
+def test_a_paused_kind_is_planned_again_when_its_number_of_sessions_changes() -> None:
     """Three of four nodes are accepted: worth the rows of one session, not those of eight."""
     controller = SpeculationController(StepTime({rows: 0.05 + 0.02 * max(0, rows - 8) for rows in range(1, 66)}))
     one = controller.of("text")
@@ -256,7 +256,7 @@ def test_a_drafter_that_slows_the_steps_it_grows_trees_beside_is_not_worth_them(
     assert step_time.seconds(9) / step_time.seconds(1, drafted=False) == pytest.approx(2.5, rel=0.1)
 
 
-def test_trees_of_the_verifier_itself_are_not_slowed_by_drafters() -> None:
+def test_the_speed_factor_of_drafters_does_not_count_for_trees_of_the_verifier() -> None:
     """Steps with trees of drafters take 2.5 times as long, and the verifier's own trees gain one token in steps that do not."""
     controller = SpeculationController(StepTime(FLAT))
     one = controller.of("looked up")
