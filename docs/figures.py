@@ -334,7 +334,7 @@ def _newest(kind: str, name: str) -> Mapping[str, Any]:
 
 def peers() -> str:
     """Tokens per second beside other engines, on a processor with AVX-512 bfloat16."""
-    return _beside_others("2026-11-29-zen4/peers-6.json")
+    return _beside_others("2026-11-30-zen5/peers.json")
 
 
 def peers_avx2() -> str:
