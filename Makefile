@@ -53,6 +53,7 @@ check: $(STAMP)  ## lint, format, types, import contracts, wire contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests tests
 	$(BIN)/lint-imports
 	$(BIN)/buf lint proto
 	$(BIN)/buf format proto --diff --exit-code

@@ -180,7 +180,8 @@ def families() -> dict[str, list[tuple[str, str]]]:
     verifier.watch(lambda: dict.fromkeys(OF_VERIFIER, 0.0), lambda: {"p": VerifierDemand()})
     Gauges(drafter, OF_DRAFTER, lambda: dict.fromkeys(OF_DRAFTER, 0.0))
     audit = DrafterAudit(verifier.registry, "v")
-    audit.observe("d", Draws(*np.empty((3, 0, 1)), np.empty(0, np.int64)))
+    none = np.empty((0, 1))
+    audit.observe("d", Draws(none, none, none, np.empty(0, np.int64)))
     audit._alarms.labels("d")
     registries = {"gateway": gateway.registry, "verifier": verifier.registry, "drafter": drafter}
     text = {role: generate_latest(registry).decode() for role, registry in registries.items()}

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import grpc
 import jsonschema_rs
@@ -281,7 +282,7 @@ def message_of(rng: random.Random) -> tuple[str, bytes]:
     return method, scrambled(data, rng) if rng.random() < 0.25 else data
 
 
-def refusal_of(call: Callable[[bytes], object], data: bytes, stream: bool) -> grpc.RpcError | None:
+def refusal_of(call: Callable[..., Any], data: bytes, stream: bool) -> grpc.RpcError | None:
     try:
         answer = call(data, timeout=60)
         if stream:

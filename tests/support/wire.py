@@ -184,7 +184,9 @@ ratio_or_match = st.sampled_from(
     [(None, None), (Rule.TRAVERSAL, DraftMode.SAMPLED), (Rule.MATCH, DraftMode.COUPLED), (None, DraftMode.TOP_K)]
 )
 speculation = st.builds(
-    lambda mode, pair, nodes, depth, topk: Speculation(mode, *pair, nodes, depth and min(depth, nodes or depth), topk),
+    lambda mode, pair, nodes, depth, topk: Speculation(
+        mode, pair[0], pair[1], nodes, depth and min(depth, nodes or depth), topk
+    ),
     st.sampled_from(SpeculationMode),
     ratio_or_match,
     st.none() | st.integers(1, 1024),

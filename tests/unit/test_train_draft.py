@@ -260,7 +260,7 @@ def test_a_sampling_phase_that_was_interrupted_answers_what_is_left(
         written.append(len(chats))
         write(path, chats)
 
-    class Budget(module.Budget):
+    class Budget(module.Budget):  # type: ignore[name-defined]  # of a module that may be missing
         def __init__(self, *args: float, **options: float) -> None:
             super().__init__(*args, **options)
             budgets.append(options.get("seconds_done", 0.0))

@@ -22,7 +22,8 @@ def all_draws(weight: list[int], rng: np.random.Generator) -> Draws:
     ids = np.where(q > 0, rng.permutation(1000)[: len(q)], -1)
     offered = rng.random() * rng.dirichlet(np.ones(len(q))) * (rng.random(len(q)) > 0.2)
     columns = np.flatnonzero(q)
-    return Draws(*(np.tile(row, (len(columns), 1)) for row in (ids, q, offered)), columns)
+    rows = [np.tile(row, (len(columns), 1)) for row in (ids, q, offered)]
+    return Draws(ids=rows[0], q=rows[1], offered=rows[2], column=columns)
 
 
 def part(draws: Draws, which: slice) -> Draws:
