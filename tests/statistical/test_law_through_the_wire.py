@@ -23,7 +23,7 @@ from benchmarks.results import p_value
 from rootward.core.frames import ToDrafter
 from rootward.core.growth import BestFirst
 from rootward.core.requests import DraftMode, Rule
-from rootward.engine.head_growth import TreeBatch, compiled_trees
+from rootward.engine.head_growth import TreeBatch, compile_growth, compiled_trees
 from rootward.engine.head_model import HeadModel
 from rootward.engine.heads import load_head
 from rootward.engine.tabular import TabularModel
@@ -153,6 +153,7 @@ async def texts_of_a_compiled_head(folder: Path, target: TabularModel, rule: str
     fuse = TableOfFeatures(target, max_slots=32)
     draft = HeadModel(head, target.info, name="head", max_slots=32, fingerprint=fuse.info.fingerprint)
     assert compiled_trees(draft, incarnation=1, best_first=BestFirst()) is not None
+    compile_growth(draft)  # as a drafter does when it starts: rounds do not wait for a compiler
     system = {"fuse": fuse, "law_atoms": VOCAB - 1}
     return await texts_of(target, draft, num_requests=64, length=320, system=system, **RULES[rule])
 
