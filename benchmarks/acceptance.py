@@ -292,8 +292,8 @@ def cell_of(temperature: float, key: tuple[str, str, int], values: np.ndarray) -
     tokens, nodes, levels = values.T
     half_width = 1.96 * float(tokens.std(ddof=1)) / len(tokens) ** 0.5
     strategy, rule, max_nodes = key
-    num_nodes, depth, num_tokens = (float(column.mean()) for column in (nodes, levels, tokens))
-    return Cell(temperature, strategy, rule, max_nodes, num_nodes, depth, num_tokens, half_width)
+    num_nodes, num_levels, num_tokens = (float(column.mean()) for column in (nodes, levels, tokens))
+    return Cell(temperature, strategy, rule, max_nodes, num_nodes, num_levels, num_tokens, half_width)
 
 
 def load_pair(given: argparse.Namespace) -> tuple[LanguageModel, LanguageModel, list[list[int]]]:

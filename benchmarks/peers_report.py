@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
-from benchmarks.results import markdown_table
+from benchmarks.results import markdown_table, mean_with_error
 from rootward.errors import ConfigurationError
 
 COLOURS = {"rootward": "#3f6fb5"}  # of the bars; all others are grey
@@ -63,8 +62,7 @@ def ratios_of(report: dict[str, Any]) -> list[list[str]]:
         for setting in settings_of(report):
             speculative, plain = rates.get((system, SPECULATIVE, *setting)), rates.get((system, PLAIN, *setting))
             ratios = [a / b for a, b in zip(speculative, plain, strict=True)] if speculative and plain else []
-            error = f" ± {stdev(ratios) / len(ratios) ** 0.5:.2f}" if len(ratios) > 1 else ""
-            cells.append(f"{fmean(ratios):.2f}{error}" if ratios else "")
+            cells.append(mean_with_error(ratios) if ratios else "")
         rows.append([NAMES[system], *cells])
     return rows
 

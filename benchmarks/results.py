@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from math import comb
 from os import cpu_count
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -82,6 +82,12 @@ def save(path: Path, report: Mapping[str, Any]) -> None:
 
 def markdown_row(cells: Iterable[object]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def mean_with_error(values: Sequence[float]) -> str:
+    """The mean of at least one value, with its standard error where there are several: "1.50 ± 0.06"."""
+    error = f" ± {stdev(values) / len(values) ** 0.5:.2f}" if len(values) > 1 else ""
+    return f"{fmean(values):.2f}{error}"
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Iterable[object]], *, num_text_columns: int = 1) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from benchmarks.results import described, markdown_table, save
+from benchmarks.results import described, markdown_table, mean_with_error, save
 from benchmarks.services import generated, service
 from benchmarks.turns import balanced_order
 from rootward import demo
@@ -204,8 +204,13 @@ def summary(sessions: int, temperature: float, found: dict[str, Measured]) -> li
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     names = ("tokens_per_s", "tokens_per_pass", "of_plain", "of_best_fixed")
-    cells = [[row["mode"], *(f"{row[name]:.2f}" for name in names)] for row in rows]
-    print(markdown_table(["mode", "tokens/s", "tokens a pass", "of plain", "of best fixed"], cells), flush=True)
+    plain = next(row["rates"] for row in rows if row["mode"] == "plain")
+    cells = []
+    for row in rows:
+        mean = mean_with_error([own / its for own, its in zip(row["rates"], plain, strict=True)])
+        cells.append([row["mode"], *(f"{row[name]:.2f}" for name in names), mean])
+    header = ["mode", "tokens/s", "tokens a pass", "of plain", "of best fixed", "of plain, mean ± standard error"]
+    print(markdown_table(header, cells), flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
