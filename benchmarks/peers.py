@@ -1,7 +1,7 @@
 """Rootward beside other engines, in one interleaved run: tokens per second, time to first token and time per output token over HTTP.
 
     python -m benchmarks.peers --model FOLDER --systems rootward transformers llama.cpp vllm --gguf FILE --out RESULT.json
-    python -m benchmarks.peers --show RESULT.json --readme README.md
+    python -m benchmarks.peers --show RESULT.json --readme docs/results/index.md
 
 Every engine continues the same prompts by the same number of tokens, plainly and with its own speculation. Prompts are questions of one
 line; with `--prompt-tokens` each follows a passage of this repository's documentation, another one for every prompt. Each repetition

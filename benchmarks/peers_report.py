@@ -1,4 +1,4 @@
-"""Tables of `benchmarks.peers`: on the terminal, as Markdown, and between the markers of README.md."""
+"""Tables of `benchmarks.peers`: on the terminal, as Markdown, and between the markers of a page (docs/results/index.md)."""
 
 from __future__ import annotations
 

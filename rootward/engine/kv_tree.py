@@ -152,16 +152,19 @@ class KvTree:
         if node not in self._row:
             raise ValueError(f"node: {node} is not an uncommitted node of this slot; commit a node that was forwarded")
         row = self._row[node]
-        path = np.flatnonzero(self._ancestors[row])
-        path = path[np.argsort(self._position[path])]
-        stays = self._ancestors[:, row].copy() if keep_below else np.zeros(len(self._node), np.bool_)
-        stays[row] = False
+        path = np.flatnonzero(self._ancestors[row])  # parents come first
         token, source, target = self._token[path], self._cell[path], self._position[path]
         self._length += len(path)
-        below = np.flatnonzero(stays)
-        cell = self._cells_for(self._cell[below], set())
-        source, target = np.concatenate([source, self._cell[below]]), np.concatenate([target, cell])
-        self._retain(below, cell)
+        if keep_below:
+            stays = self._ancestors[:, row].copy()
+            stays[row] = False
+            below = np.flatnonzero(stays)
+            cell = self._cells_for(self._cell[below], set())
+            source, target = np.concatenate([source, self._cell[below]]), np.concatenate([target, cell])
+            self._retain(below, cell)
+        else:
+            self._set_nodes(NONE, NONE, NONE, NONE, np.empty((0, 0), np.bool_))
+            self._version += 1
         moved = source != target
         return Moves(token, source[moved], target[moved])
 

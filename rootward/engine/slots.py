@@ -217,7 +217,8 @@ class Slots:
         """Commit the path to a node. Returns the copies between cells of the storage, which must be made before its next write."""
         session = self.session(slot)
         moves = session.tree.commit(node, keep_below=keep_below)
-        moves = replace(moves, source=session.table.cells(moves.source), target=session.table.cells(moves.target))
+        if len(moves.source):
+            moves = replace(moves, source=session.table.cells(moves.source), target=session.table.cells(moves.target))
         self._trim(session)
         self._register(session, moves.token.tolist())
         return moves

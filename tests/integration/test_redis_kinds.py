@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
@@ -62,8 +63,17 @@ async def check_registry(url: str) -> None:
 
 
 def free_cluster_port() -> int:
-    """A free port below 55536: nodes of a cluster also listen on port + 10000."""
-    return next(port for port in iter(free_port, None) if port + 10_000 < 65_536)
+    """A free port; nodes of a cluster also listen on port + 10000, which is free too."""
+    return next(port for port in iter(free_port, None) if port + 10_000 < 65_536 and _is_free(port + 10_000))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 @contextmanager

@@ -44,7 +44,12 @@ class RedisProcess:
         if self._config is not None:
             command = [program, str(self._config), "--sentinel", "--port", str(self.port), "--bind", "127.0.0.1"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        wait_until(lambda: _answers(self.port), what="Redis")
+        wait_until(self._is_up, what="Redis")
+
+    def _is_up(self) -> bool:
+        assert self._process is not None
+        assert (code := self._process.poll()) is None, f"Redis on port {self.port} has ended with {code}"
+        return _answers(self.port)
 
     def signal(self, number: int) -> None:
         assert self._process is not None
