@@ -73,7 +73,9 @@ def attend(
     if layer.keys.dtype not in cpu_kernels.SERVED:
         raise TypeError(f"attention on the CPU reads float32 and bfloat16, not {layer.keys.dtype}")
     num, heads, _ = query.shape
-    out = query.new_empty(num, heads * layer.values.shape[2], dtype=torch.float32)
+    # In the type of the cells where the caller asks for it, as `cpu_decoder` does: each type is compiled on its own, for ten seconds.
+    dtype = torch.bfloat16 if query.dtype == layer.keys.dtype == torch.bfloat16 else torch.float32
+    out = query.new_empty(num, heads * layer.values.shape[2], dtype=dtype)
     cpu_kernels.attention(
         query.float().contiguous().numpy(),
         *layer.arrays,
@@ -81,6 +83,6 @@ def attend(
         scaling=scaling,
         softcap=softcap or 0.0,
         sinks=no_sinks(heads) if sinks is None else sinks.float().numpy(),
-        out=out.numpy(),
+        out=cpu_kernels.array_of(out),
     )
     return out.view(num, heads, -1)

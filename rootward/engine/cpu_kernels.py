@@ -265,7 +265,9 @@ def head_inputs(
     if normed_residual:
         norm_rows(features, None, feature_norm, eps, residual)
     else:
-        residual[:] = features
+        for n in range(num):  # an assignment of an array takes seconds to compile
+            for e in range(size):
+                residual[n, e] = features[n, e]
 
 
 @part
@@ -646,15 +648,23 @@ def attention_float32(
                         x[(n - low) * group + g, d] = query[n, h * group + g, d] * np.float32(scaling)
             weight = np.empty((num_heads, num + most + DOT_KEYS), np.float32)
             found = np.zeros((num_heads, dim_v), np.float32)
-            _scores(x, 0, num_heads, keys, cells[:padded], h, weight, 0)
             own = np.empty(most + DOT_KEYS, np.int64)
+            # First what all rows see, then what each row sees beside it: in one loop, since each call of `_scores` and `_weighted` is
+            # inlined, and takes seconds to compile.
+            top, bottom, seen_cells, column = 0, num_heads, cells[:padded], 0
+            for n in range(low - 1, high):
+                if n >= low:
+                    top, bottom, column = (n - low) * group, (n - low + 1) * group, num
+                    count = node_start[n + 1] - node_start[n]
+                    for i in range(count):
+                        own[i] = nodes[node_start[n] + i]
+                    padded = -(-count // DOT_KEYS) * DOT_KEYS
+                    for i in range(count, padded):
+                        own[i] = own[0]
+                    seen_cells = own[:padded]
+                _scores(x, top, bottom, keys, seen_cells, h, weight, column)
             for n in range(low, high):
                 count, m = node_start[n + 1] - node_start[n], (n - low) * group
-                own[:count] = nodes[node_start[n] : node_start[n + 1]]
-                padded = -(-count // DOT_KEYS) * DOT_KEYS
-                for i in range(count, padded):
-                    own[i] = own[0]
-                _scores(x, m, m + group, keys, own[:padded], h, weight, num)
                 skipped = min(first[n], length[b]) - start
                 for g in range(group):
                     score = weight[m + g, skipped : num + count]
@@ -663,13 +673,16 @@ def attention_float32(
                             score[j] = np.float32(softcap * np.tanh(score[j] / softcap))
                     _softmax(score, len(score), sinks[h * group + g])
                     weight[m + g, :skipped] = 0
-            _weighted(weight, 0, num_heads, 0, values, cells[:num], h, found)
+            top, bottom, seen_cells, column = 0, num_heads, cells[:num], 0
+            for n in range(low - 1, high):
+                if n >= low:
+                    top, bottom, column = (n - low) * group, (n - low + 1) * group, num
+                    seen_cells = nodes[node_start[n] : node_start[n + 1]]
+                _weighted(weight, top, bottom, column, values, seen_cells, h, found)
             for n in range(low, high):
-                m, own_nodes = (n - low) * group, nodes[node_start[n] : node_start[n + 1]]
-                _weighted(weight, m, m + group, num, values, own_nodes, h, found)
                 for g in range(group):
                     for d in range(dim_v):
-                        store(out, n, (h * group + g) * dim_v + d, found[m + g, d])
+                        store(out, n, (h * group + g) * dim_v + d, found[(n - low) * group + g, d])
 
 
 class Workspace(NamedTuple):
