@@ -151,12 +151,12 @@ def array_of(tensor: torch.Tensor) -> Any:
 
 
 @intrinsic
-def as_float(typing: Any, bits: Any) -> Any:
+def _as_float(typing: Any, bits: Any) -> Any:
     return numba.float32(numba.uint32), lambda _, builder, __, args: builder.bitcast(args[0], ir.FloatType())
 
 
 @intrinsic
-def as_bits(typing: Any, number: Any) -> Any:
+def _as_bits(typing: Any, number: Any) -> Any:
     return numba.uint32(numba.float32), lambda _, builder, __, args: builder.bitcast(args[0], ir.IntType(32))
 
 
@@ -172,14 +172,14 @@ def store(array, i, j, number):
 @part
 def _rounded(number):
     """uint32 whose upper half is the nearest bfloat16 of a float32, and an even one of two."""
-    bits = as_bits(np.float32(number))
+    bits = _as_bits(np.float32(number))
     return bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
 
 
 @overload(load, inline="always")
 def _load(number):
     if number == numba.int16:
-        return lambda number: as_float(np.uint32(number) << np.uint32(16))
+        return lambda number: _as_float(np.uint32(number) << np.uint32(16))
     return lambda number: number
 
 
@@ -201,7 +201,7 @@ def _store(array, i, j, number):
 @numba.njit(
     fastmath={"contract"}, forceinline=True
 )  # not by numba: what is around it may sum in any order, this may not
-def exp(x: Any) -> Any:
+def _exp(x: Any) -> Any:
     """e^x to 1e-7 for -87 <= x <= 88, and that of the nearer bound elsewhere; in operations that the compiler makes vectors of (Cody and
     Waite; coefficients of Cephes `expf`)."""
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
@@ -216,7 +216,7 @@ def exp(x: Any) -> Any:
     p = p * r + np.float32(1.6666665459e-1)
     p = p * r + np.float32(5.0000001201e-1)
     p = p * r * r + r + np.float32(1.0)
-    return as_float(as_bits(p) + (as_bits(shifted) << np.uint32(23)))
+    return _as_float(_as_bits(p) + (_as_bits(shifted) << np.uint32(23)))
 
 
 @part
@@ -318,10 +318,10 @@ def _softmax(score: Any, num: int, sink: float) -> None:
         most = max(most, score[j])
     total = np.float32(0)
     for j in range(num):
-        score[j] = exp(score[j] - most)
+        score[j] = _exp(score[j] - most)
         total += score[j]
     if sink > -np.inf:
-        total += exp(sink - most)
+        total += _exp(sink - most)
     for j in range(num):
         score[j] /= total
 
@@ -881,7 +881,7 @@ def _attend_amx(low, high, b, h, query, keys, values, seen, scaling, softcap, si
     for n in range(low, high):
         for g in range(group):
             r, sink = (n - low) * group + g, sinks[h * group + g]
-            scale = total[r] + (exp(np.float32(sink - most[r] * scaling)) if sink > -np.inf else np.float32(0))
+            scale = total[r] + (_exp(np.float32(sink - most[r] * scaling)) if sink > -np.inf else np.float32(0))
             scale = np.float32(1) / scale
             for d in range(0, dim_v, AMX_KEYS):
                 for i in range(AMX_PAIRS):
@@ -970,7 +970,7 @@ def gate(gate_up: Any, out: Any) -> None:
     for n in numba.prange(num):
         for i in range(size):
             x = gate_up[n, i]
-            store(out, n, i, x / (np.float32(1) + exp(-x)) * gate_up[n, size + i])
+            store(out, n, i, x / (np.float32(1) + _exp(-x)) * gate_up[n, size + i])
 
 
 @cache

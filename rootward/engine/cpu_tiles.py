@@ -159,7 +159,7 @@ class Code:
         ]
 
     def exponential(self, x: Value) -> Value:
-        """e^x of FLOATS to 1e-7 for -87 <= x <= 88, and that of the nearer bound elsewhere: `cpu_kernels.exp`."""
+        """e^x of FLOATS to 1e-7 for -87 <= x <= 88, and that of the nearer bound elsewhere: `cpu_kernels._exp`."""
         builder = self.builder
 
         def of(number: float) -> Value:

@@ -36,7 +36,7 @@ def distributions(scores_TV: torch.Tensor, sampling: Sequence[Sampling]) -> torc
     scores = _min_p(scores, [s.min_p for s in sampling])
     scores = _top_k(scores, [s.top_k for s in sampling])
     scores = _top_p(scores, [1.0 if s.greedy else s.top_p for s in sampling])
-    probs_TV = _softmax(scores)
+    probs_TV = torch.softmax(scores, -1)
     greedy = [i for i, s in enumerate(sampling) if s.greedy]
     if greedy:
         rows = torch.tensor(greedy, device=scores.device)
@@ -80,15 +80,6 @@ def token_logprobs(logits_RV: torch.Tensor, tokens: Sequence[int], num_top: int)
     ids, values = top_atoms(logprobs, num_top)
     pairs = zip(own, ids.tolist(), values.tolist(), strict=True)
     return [TokenLogprob(value, tuple(zip(row, best, strict=True))) for value, row, best in pairs]
-
-
-def _softmax(scores_TV: torch.Tensor) -> torch.Tensor:
-    if scores_TV.device.type != "cpu" or scores_TV.dtype != torch.float32:
-        return torch.softmax(scores_TV, -1)
-    probs_TV = torch.empty_like(scores_TV, memory_format=torch.contiguous_format)
-    follow_torch_threads()
-    kernels.softmax(scores_TV.contiguous().numpy(), probs_TV.numpy())
-    return probs_TV
 
 
 def _cooled(scores_TV: torch.Tensor, temperature: list[float]) -> torch.Tensor:

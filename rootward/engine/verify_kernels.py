@@ -33,37 +33,6 @@ BLOCK = 256  # tokens
 OK, BAD_WEIGHT, REPEATED_ID, BAD_TARGET, NO_COLUMN, REPEATED_CHILD, NO_WEIGHT = range(7)
 
 
-@cpu_kernels.part
-def _softmax_of(score: Any, prob: Any) -> None:
-    """`softmax` of a row. Each loop does one thing, of which the compiler makes vectors."""
-    num_nan, most, total = 0, np.int32(-(2**31)), 0.0
-    for x in range(len(score)):
-        num_nan += score[x] != score[x]
-    for x in range(len(score)):  # compared as integers of the same order
-        bits = np.int32(cpu_kernels.as_bits(score[x]))
-        bits ^= (bits >> np.int32(31)) & np.int32(0x7FFFFFFF)
-        most = max(most, bits)
-    most ^= (most >> np.int32(31)) & np.int32(0x7FFFFFFF)
-    largest = cpu_kernels.as_float(np.uint32(most))
-    for x in range(len(score)):
-        below = score[x] - largest
-        mass = cpu_kernels.exp(below)
-        prob[x] = mass if below > np.float32(-87) else np.float32(0)
-    for x in range(len(score)):
-        total += prob[x]
-    scale = np.float32(1 / total if num_nan == 0 and -np.inf < largest < np.inf else np.nan)
-    for x in range(len(score)):
-        prob[x] *= scale
-
-
-@numba.njit([(F32_2, F32_2)], parallel=cpu_kernels.HAS_THREADS, fastmath=cpu_kernels.ANY_ORDER, **exact)
-def softmax(scores: Any, probs: Any) -> None:
-    """probs[T, V]: softmax of each row of scores[T, V]; all NaN if one of its scores is NaN or infinite, or all are minus infinity. Masses
-    below e^-87 of the largest are 0."""
-    for t in numba.prange(len(scores)):
-        _softmax_of(scores[t], probs[t])
-
-
 @numba.njit([(F32_2, I2, F2, F1), (F2, I2, F2, F1)], fastmath={"reassoc", "contract"}, **exact)
 def gather(probs: Any, ids: Any, at: Any, tail: Any) -> None:
     """at[T, G] = mass of probs[T, V] at ids[T, G], 0 where the id is -1; tail[T] = mass of all other tokens.
