@@ -50,15 +50,21 @@ def _convert(file: Path, folder: Path) -> None:
     import torch
     from gguf import GGMLQuantizationType, GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
     from rootward.engine.checkpoint import reading
 
     log.info("%s: reading; this takes a while, once", file.name)
-    with reading(str(file)):
-        kinds = {tensor.tensor_type for tensor in GGUFReader(file).tensors}
-        dtype = torch.float32 if kinds == {GGMLQuantizationType.F32} else torch.bfloat16
-        network = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it warns of what a network costs that stays quantised
+    try:
+        with reading(str(file)):
+            kinds = {tensor.tensor_type for tensor in GGUFReader(file).tensors}
+            dtype = torch.float32 if kinds == {GGMLQuantizationType.F32} else torch.bfloat16
+            network = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=dtype)
+            tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     # Saved as an unquantised network: otherwise it would be run by the modules of GGUF files.
     config = network.config
     if hasattr(config, "quantization_config"):
