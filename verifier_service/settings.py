@@ -85,7 +85,7 @@ class VerifierSettings(WorkerSettings):
     max_num_batched_tokens: int = Field(256, ge=2, description="rows of one target forward")
     max_num_queued_reqs: int = Field(256, ge=1, description="requests that may wait for a place")
     law: DraftMode = Field(DraftMode.GREEDY, description="how drafters make children when a request does not say")
-    law_atoms: int = Field(32, ge=1, le=4096, description="support of a draft law (K)")
+    law_atoms: int = Field(64, ge=1, le=4096, description="support of a draft law (K)")
     num_draft_tokens: int = Field(16, ge=1, le=MAX_NODES, description="most nodes verified in a round, root excluded")
     max_depth: int = Field(8, ge=1, description="longest drafted path")
     topk: int = Field(4, ge=1, description="most children of a node")
