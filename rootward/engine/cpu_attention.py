@@ -69,11 +69,12 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[N, H, D]: what `paged_reference` of the tests says. query [N, H, D]; rows of no entry are padding and become 0."""
+    """[N, H, D]: what `paged_reference` of the tests says; bfloat16 if query and cells are, else float32. query [N, H, D]; rows of no entry
+    are padding and become 0."""
     if layer.keys.dtype not in cpu_kernels.SERVED:
         raise TypeError(f"attention on the CPU reads float32 and bfloat16, not {layer.keys.dtype}")
     num, heads, _ = query.shape
-    # In the type of the cells where the caller asks for it, as `cpu_decoder` does: each type is compiled on its own, for ten seconds.
+    # In bfloat16, `cpu_decoder` and this function share one compiled kernel; another type of results takes ten seconds to compile.
     dtype = torch.bfloat16 if query.dtype == layer.keys.dtype == torch.bfloat16 else torch.float32
     out = query.new_empty(num, heads * layer.values.shape[2], dtype=dtype)
     cpu_kernels.attention(

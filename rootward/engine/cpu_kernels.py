@@ -649,20 +649,20 @@ def attention_float32(
             weight = np.empty((num_heads, num + most + DOT_KEYS), np.float32)
             found = np.zeros((num_heads, dim_v), np.float32)
             own = np.empty(most + DOT_KEYS, np.int64)
-            # First what all rows see, then what each row sees beside it: in one loop, since each call of `_scores` and `_weighted` is
+            # The committed keys for all rows, then the nodes of each row: in one loop, since each call of `_scores` and `_weighted` is
             # inlined, and takes seconds to compile.
-            top, bottom, seen_cells, column = 0, num_heads, cells[:padded], 0
+            begin, end, their_cells, column = 0, num_heads, cells[:padded], 0
             for n in range(low - 1, high):
                 if n >= low:
-                    top, bottom, column = (n - low) * group, (n - low + 1) * group, num
+                    begin, end, column = (n - low) * group, (n - low + 1) * group, num
                     count = node_start[n + 1] - node_start[n]
                     for i in range(count):
                         own[i] = nodes[node_start[n] + i]
                     padded = -(-count // DOT_KEYS) * DOT_KEYS
                     for i in range(count, padded):
                         own[i] = own[0]
-                    seen_cells = own[:padded]
-                _scores(x, top, bottom, keys, seen_cells, h, weight, column)
+                    their_cells = own[:padded]
+                _scores(x, begin, end, keys, their_cells, h, weight, column)
             for n in range(low, high):
                 count, m = node_start[n + 1] - node_start[n], (n - low) * group
                 skipped = min(first[n], length[b]) - start
@@ -673,12 +673,12 @@ def attention_float32(
                             score[j] = np.float32(softcap * np.tanh(score[j] / softcap))
                     _softmax(score, len(score), sinks[h * group + g])
                     weight[m + g, :skipped] = 0
-            top, bottom, seen_cells, column = 0, num_heads, cells[:num], 0
+            begin, end, their_cells, column = 0, num_heads, cells[:num], 0
             for n in range(low - 1, high):
                 if n >= low:
-                    top, bottom, column = (n - low) * group, (n - low + 1) * group, num
-                    seen_cells = nodes[node_start[n] : node_start[n + 1]]
-                _weighted(weight, top, bottom, column, values, seen_cells, h, found)
+                    begin, end, column = (n - low) * group, (n - low + 1) * group, num
+                    their_cells = nodes[node_start[n] : node_start[n + 1]]
+                _weighted(weight, begin, end, column, values, their_cells, h, found)
             for n in range(low, high):
                 for g in range(group):
                     for d in range(dim_v):

@@ -56,7 +56,7 @@ def _convert(file: Path, folder: Path) -> None:
 
     log.info("%s: reading; this takes a while, once", file.name)
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it warns of what a network costs that stays quantised
+    transformers_logging.set_verbosity_error()  # it warns of the cost of networks that stay quantised
     try:
         with reading(str(file)):
             kinds = {tensor.tensor_type for tensor in GGUFReader(file).tensors}

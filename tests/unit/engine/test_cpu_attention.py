@@ -214,6 +214,15 @@ def in_bfloat16(case: Case) -> Case:
     return case
 
 
+def test_results_in_bfloat16_are_those_in_float32_rounded() -> None:
+    case = in_bfloat16(random_case(3, *SHAPES[4]))
+    whole = case.attended(None)
+    case.query = case.query.bfloat16()
+    rounded = case.attended(None)
+    assert (whole.dtype, rounded.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(rounded, whole.bfloat16())
+
+
 @needs_amx
 @pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1), (16, 1)])
 @pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (128, 128), (32, 96), (96, 32)])
