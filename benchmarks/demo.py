@@ -41,6 +41,7 @@ START_TIMEOUT_S = 180.0
 TEMPERATURES = (0.0, 1.0)
 SYSTEMS = ("plain", "trees", "auto", "generate")
 HEAD_NODES = 5  # of a tree in every round: three forwards of the head
+MEASURING_S = 60.0  # after which no prompt is begun beyond `least_measured`
 
 
 class DemoFailed(RootwardError):
@@ -57,7 +58,8 @@ class Pair:
     flags: tuple[str, ...]
     prompts: tuple[str, ...]
     num_shown: int
-    num_measured: int
+    least_measured: int  # prompts
+    most_measured: int
     max_tokens: int
     is_chat: bool
     promised: dict[float, float]
@@ -82,7 +84,8 @@ def real_pair(file: Path) -> Pair:
         ),
         prompts=tuple(demo.chats()),
         num_shown=2,
-        num_measured=4,
+        least_measured=4,
+        most_measured=8,
         max_tokens=64,
         is_chat=True,
         promised={0.0: 1.2, 1.0: 1.1},
@@ -99,7 +102,8 @@ def shipped_pair() -> Pair:
         flags=("--model", "demo"),
         prompts=tuple(demo.prompts()),
         num_shown=3,
-        num_measured=12,
+        least_measured=12,
+        most_measured=12,
         max_tokens=48,
         is_chat=False,
         promised={0.0: 2.0, 1.0: 1.7},
@@ -111,11 +115,13 @@ def shipped_pair() -> Pair:
 class Tally:
     """Counts of several generations of one system at one temperature."""
 
+    prompts: int = 0
     tokens: int = 0
     passes: int = 0  # of the target
     seconds: float = 0.0  # as the caller saw it, prompts included
 
     def add(self, *, tokens: int, passes: int, seconds: float) -> None:
+        self.prompts += 1
         self.tokens += tokens
         self.passes += passes
         self.seconds += seconds
@@ -204,8 +210,9 @@ class Generate:
 
 
 def measure(console: Console, client: Client, pair: Pair, generate: Callable[[str, float], int]) -> Measured:
-    """Counts of every system for the same prompts, in turn, so that the state of the machine is the same for all."""
-    chosen = spread(pair.prompts, pair.num_measured)
+    """Counts of every system for the same prompts, in turn, so that the state of the machine is the same for all. As many prompts as the
+    time allows: the text of a few of them varies in how well it is drafted by more than systems differ."""
+    chosen = measured_prompts(pair)
     speculation: dict[str, Speculation | str] = {"plain": "disabled", "trees": pair.trees, "auto": "auto"}
     for how in speculation.values():
         client.generate(**pair.request(chosen[0]), sampling=SamplingParams(0.0, max_tokens=8), speculation=how)
@@ -219,7 +226,11 @@ def measure(console: Console, client: Client, pair: Pair, generate: Callable[[st
     )
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("measuring", total=len(SYSTEMS) * len(TEMPERATURES) * len(chosen))
+        begun_s = time.perf_counter()
         for number, prompt in enumerate(chosen):
+            if number >= pair.least_measured and time.perf_counter() - begun_s > MEASURING_S:
+                progress.update(task, total=progress.tasks[task].completed)
+                break
             for temperature, tallies in measured.items():
                 for system in balanced_order(SYSTEMS, number):
                     started = time.perf_counter()
@@ -237,6 +248,13 @@ def measure(console: Console, client: Client, pair: Pair, generate: Callable[[st
                     tallies[system].add(tokens=tokens, passes=passes, seconds=time.perf_counter() - started)
                     progress.advance(task)
     return measured
+
+
+def measured_prompts(pair: Pair) -> list[str]:
+    """At most `most_measured`, first `least_measured` of them from all over the list."""
+    most = spread(pair.prompts, pair.most_measured)
+    least = spread(most, pair.least_measured)
+    return least + [prompt for prompt in most if prompt not in least]
 
 
 def spread(texts: Sequence[str], count: int) -> list[str]:
@@ -304,7 +322,7 @@ def run(console: Console, *, shipped: bool, json_file: Path | None) -> None:
     with served(console, pair.flags) as address, Client(address, timeout=120.0) as client:
         show(console, client, pair)
         measured = measure(console, client, pair, generate)
-    title = f"{pair.num_measured} prompts, up to {pair.max_tokens} tokens each; {cpu_model()}"
+    title = f"{measured[0.0]['plain'].prompts} prompts, up to {pair.max_tokens} tokens each; {cpu_model()}"
     console.print(table(measured, title=title))
     if json_file is not None:
         json_file.write_text(json.dumps(report(measured, target=pair.name), indent=1) + "\n", encoding="utf-8")

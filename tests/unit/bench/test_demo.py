@@ -2,13 +2,28 @@
 
 import hashlib
 import io
+import math
 import zipfile
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+import benchmarks.demo
 from benchmarks import smollm2
-from benchmarks.demo import SYSTEMS, Tally, choose, report, shipped_pair, shortfalls, spread, table
+from benchmarks.demo import (
+    SYSTEMS,
+    Tally,
+    choose,
+    measure,
+    measured_prompts,
+    report,
+    shipped_pair,
+    shortfalls,
+    spread,
+    table,
+)
 from rootward import demo
 from rootward.demo import chats
 
@@ -49,6 +64,30 @@ def test_prompts_come_from_all_over(count, expected):
     assert spread([str(i) for i in range(100)], count) == [str(i) for i in expected]
     assert len(spread(["a", "b"], 20)) == 2
     assert len(chats()) >= 4
+
+
+def test_measured_prompts_are_distinct_and_begin_with_some_from_all_over():
+    pair = replace(shipped_pair(), prompts=tuple("abcdefgh"), least_measured=4, most_measured=8)
+    assert measured_prompts(pair) == list("acegbdfh")
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(math.inf, "acegbdfh"), (0.0, "aceg")])
+def test_no_further_prompt_is_begun_once_the_time_is_over(monkeypatch, seconds, expected):
+    monkeypatch.setattr(benchmarks.demo, "MEASURING_S", seconds)
+    pair = replace(shipped_pair(), prompts=tuple("abcdefgh"), least_measured=4, most_measured=8)
+    asked = []
+
+    def generate(**request):
+        asked.append(request["prompt"])
+        usage = SimpleNamespace(completion_tokens=6)
+        return SimpleNamespace(usage=usage, speculation=SimpleNamespace(num_target_passes=3))
+
+    client = SimpleNamespace(generate=generate)
+    found = measure(Console(file=io.StringIO()), client, pair, lambda prompt, temperature: 6)
+    assert list(dict.fromkeys(asked)) == list(expected)
+    for temperature in (0.0, 1.0):
+        counts = {name: (of.prompts, of.tokens) for name, of in found[temperature].items()}
+        assert counts == dict.fromkeys(SYSTEMS, (len(expected), 6 * len(expected)))
 
 
 @pytest.fixture
