@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
@@ -25,6 +26,7 @@ from rootward.host import environment_without
 OWN_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # parsed by the module
 READY = " all listening on "  # in the line that `serve all` prints when all services are ready
 STOP_TIMEOUT_S = 30.0
+CHECKOUT = Path(__file__).parents[2]  # if this is one
 OF_CALLERS = ("ROOTWARD_API_KEYS", "ROOTWARD_PUBLIC_TLS_", "ROOTWARD_TLS_")  # variables: who may call services
 PACKAGE_OF_EXTRA = {
     "gateway": "orjson",
@@ -162,11 +164,20 @@ def _command(name: str, program: Program, flags: list[str]) -> list[str]:
     missing = [extra for extra in program.extras if find_spec(PACKAGE_OF_EXTRA[extra]) is None]
     if missing:
         raise ConfigurationError(f"{name}: needs more packages; run pip install 'rootward[{','.join(missing)}]'")
-    if find_spec(package := program.module.partition(".")[0]) is None:
+    package = program.module.partition(".")[0]
+    if find_spec(package) is None and not (CHECKOUT / package / "__init__.py").is_file():
         raise ConfigurationError(
-            f"{name}: {package} is not part of the package; run it from a checkout of the repository"
+            f"{name}: {package} is not part of the package; install Rootward from a checkout of the repository by `pip install -e`"
         )
     return [sys.executable, "-m", program.module, *flags]
+
+
+def _environment(program: Program) -> dict[str, str]:
+    """Of a program's process. An editable installation leads to the packages of the wheel alone, not to `benchmarks` and `training`."""
+    if find_spec(program.module.partition(".")[0]) is not None:
+        return dict(os.environ)
+    path = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def add_program(app: typer.Typer, name: str, program: Program, *, shown_as: str = "") -> None:
@@ -181,7 +192,7 @@ def add_program(app: typer.Typer, name: str, program: Program, *, shown_as: str 
     def run(ctx: typer.Context) -> None:
         command = _command(shown_as or name, program, ctx.args)
         sys.stdout.flush()
-        os.execv(command[0], command)
+        os.execve(command[0], command, _environment(program))
 
     app.command(name, cls=ProgramCommand, help=program.help, context_settings=OWN_FLAGS)(run)
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -334,6 +335,25 @@ def test_services_are_started_by_module_name(monkeypatch):
     monkeypatch.setattr("rootward.cli.serve.find_spec", lambda name: None)
     with pytest.raises(errors.ConfigurationError, match=r"pip install 'rootward\[gateway,worker\]'"):
         command_of("all", [])
+
+
+@pytest.mark.parametrize("words", [("bench", "rounds"), ("train-draft",)], ids=" ".join)
+def test_the_installed_command_runs_programs_that_are_only_in_a_checkout(words, tmp_path):
+    """It has no folder of the checkout on its path, unlike `python -m rootward.cli` started there."""
+    command = [Path(sys.executable).with_name("rootward"), *words, "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert f"usage: rootward {' '.join(words)}" in done.stdout
+
+
+def test_what_is_only_in_a_checkout_is_refused_without_one(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("rootward.cli.serve.CHECKOUT", tmp_path)
+    known = find_spec
+    monkeypatch.setattr("rootward.cli.serve.find_spec", lambda name: None if name == "training" else known(name))
+    assert main(["train-draft", "--help"]) == 2
+    assert (
+        "train-draft: training is not part of the package; install Rootward from a checkout" in capsys.readouterr().err
+    )
 
 
 def test_services_of_a_command_are_open_to_it_whatever_the_environment_says(monkeypatch):
