@@ -317,7 +317,7 @@ class Generation:
         full = isinstance(error, Overloaded)
         if full and not others:
             await self._wait_for_room(error)
-        else:
+        elif not (full and self._entry.tokens):  # a running stream asks every verifier before it waits
             self._fruitless += 1
         if not full:
             await self._count_death(upstream, incarnation, error)

@@ -22,6 +22,7 @@ from gateway.redis_store import Store
 from gateway.requests import as_chosen
 from gateway.router import TTL_S, IsHeld, Prefixes, PrefixKeys, prefix_lengths, tokens_held
 from gateway.session_store import (
+    FIELDS_OF_STORE,
     INTERRUPTED,
     KEPT_AFTER_END_S,
     MemoryStore,
@@ -66,7 +67,7 @@ class Entry:
     accepted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, or none at all
     recorded: int = 0  # number of these tokens that are in the store's log
-    fields: dict[str, str] = field(default_factory=dict)  # of the record, beside the fields that every write sets
+    fields: dict[str, str] = field(default_factory=dict)  # of the record, without FIELDS_OF_STORE
     due: set[str] = field(default_factory=set)  # names of fields that are not yet in the store
     lost: bool = False
     ended: str = ""  # the final state of a request that is over
@@ -166,7 +167,9 @@ class Ledger:
             raise Unavailable(message, retry_after_s=DOWN_PAUSE_S) from None
         if lease is None:
             return None, record
-        entry = Entry(lease, asked + self._lease_s, recorded=len(record.output), fields=dict(record.fields))
+        # Without `finish` of an earlier holder, too: this run has its own end.
+        kept = {name: value for name, value in record.fields.items() if name not in FIELDS_OF_STORE | {"finish"}}
+        entry = Entry(lease, asked + self._lease_s, recorded=len(record.output), fields=kept)
         self.extend(entry, record.output)
         return self._entered(entry), record
 
@@ -413,14 +416,16 @@ class Ledger:
 
 
 def _due(entries: Sequence[Entry]) -> list[Write]:
-    """What each entry has to be written, up to MOST_WRITTEN in all. An entry ends with its last part."""
+    """What each entry has to be written, up to MOST_WRITTEN in all. An entry ends with its last part.
+
+    Until a part of the log is in the store, no write shows whether the store has lost the record: so all fields are written each time."""
     writes, left = [], MOST_WRITTEN
     for entry in entries:
         width = 1 + len(entry.logprobs[0].top) if entry.logprobs else 1
         run = entry.output(entry.recorded, left // width)
         left -= width * len(run)
         whole = entry.recorded + len(run) == len(entry.tokens)
-        fields = {name: entry.fields[name] for name in entry.due}
+        fields = {name: entry.fields[name] for name in (entry.due if entry.recorded else entry.fields)}
         writes.append(Write(entry.lease, entry.recorded, run, fields, entry.ended if whole else ""))
     return writes
 

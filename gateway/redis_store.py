@@ -25,7 +25,8 @@ empty, is taken back by its holder unless a later epoch was granted, so that an 
 carries its epoch and is refused after a later one.
 
 Lost replies. The client repeats a command at once when its connection breaks before the reply, so that every script may run twice; the
-second run finds what the first one took, and takes it no second time.
+second run finds what the first one took, and takes it no second time. A command may also arrive after the gateway has stopped waiting for
+it and gone on by itself: it then changes nothing that the gateway relies on.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ end
 # A new run, without the log of an earlier one. More ARGV: the least epoch, field, value, … of the hash. Returns the epoch; 0 = the request
 # is running.
 BEGIN = """
-if holder and holder ~= ARGV[1] then return 0 end
+if holder == ARGV[1] then return epoch end  -- this command a second time, or so late that the run has begun without it
+if holder then return 0 end
 redis.call('DEL', KEYS[1], KEYS[4])
 for i = 6, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 epoch = math.max(epoch + 1, tonumber(ARGV[5]))
@@ -108,10 +110,10 @@ return {epoch + 1, fields, log}
 """
 
 # The holder begins another attempt. More ARGV: an epoch that the new one is above. Returns the epoch; 0 = another holder drives the
-# request now.
+# request now. Without the reply the holder takes its own epoch + 1, so a command that runs twice, or late, gives out none above that.
 NEXT_EPOCH = """
 if holder ~= ARGV[1] and (holder or epoch > tonumber(ARGV[2])) then return 0 end
-epoch = math.max(epoch, tonumber(ARGV[2]), tonumber(ARGV[5])) + 1
+epoch = math.max(epoch, math.max(tonumber(ARGV[2]), tonumber(ARGV[5])) + 1)
 grant(epoch)
 return epoch
 """
@@ -120,6 +122,7 @@ return epoch
 # Returns the length of the log afterwards; -1 = another holder drives the request now.
 WRITE = """
 if (holder and holder ~= ARGV[1]) or epoch > tonumber(ARGV[2]) then return -1 end
+for i = 11, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 grant(ARGV[2])
 local length = tonumber(redis.call('HGET', KEYS[1], 'length') or '0')
 if tonumber(ARGV[5]) == 0 then
@@ -132,7 +135,6 @@ if tonumber(ARGV[6]) > 0 and length == tonumber(ARGV[5]) then
   redis.call('PEXPIRE', KEYS[4], ARGV[4])
 end
 redis.call('HSET', KEYS[1], 'length', length)
-for i = 11, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 if ARGV[8] ~= '' and length == tonumber(ARGV[9]) then
   redis.call('DEL', KEYS[3])
   redis.call('HSET', KEYS[1], 'state', ARGV[8])

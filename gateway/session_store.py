@@ -25,6 +25,8 @@ FORGET_EVERY_S = 1.0
 MAX_POISON = 1024  # requests that a MemoryStore remembers
 
 RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
+# Of a record, written by the store itself; `before` and `length` by Redis alone.
+FIELDS_OF_STORE = frozenset({"state", "epoch", "holder", "before", "length"})
 
 
 class StoreUnavailable(Unavailable):
@@ -146,11 +148,13 @@ class MemoryStore:
         self, request_id: str, holder: str, ttl_s: float, about: Mapping[str, str], *, least_epoch: int = 1
     ) -> Lease:
         """The lease of a new run, with the next epoch, at least `least_epoch`, and an empty log. DuplicateRequest while another holder's
-        lease is valid."""
+        lease is valid; while the same holder's is, nothing changes."""
         self._forget_expired()
         stored = self._requests.setdefault(request_id, _StoredRequest())
-        if self._is_leased(stored) and stored.holder != holder:
-            raise duplicate(request_id)
+        if self._is_leased(stored):
+            if stored.holder != holder:
+                raise duplicate(request_id)
+            return Lease(request_id, stored.epoch, holder)
         stored.fields, stored.log = dict(about), Run()
         return self._grant(request_id, stored, max(stored.epoch + 1, least_epoch), holder, ttl_s)
 
@@ -170,14 +174,15 @@ class MemoryStore:
         return self._grant(request_id, stored, stored.epoch + 1, holder, ttl_s), record
 
     async def next_epoch(self, lease: Lease, ttl_s: float, above: int = 0) -> Lease:
-        """The lease of the same holder's next attempt, with an epoch above this one, too. StaleEpoch if another holder drives the request
-        now."""
+        """The lease of the same holder's next attempt, with an epoch above this one, too; of the same lease twice, the same. StaleEpoch if
+        another holder drives the request now."""
         stored = self._requests.setdefault(lease.request_id, _StoredRequest())
         # The holder may not know its last epoch: the reply to an earlier call may have been lost.
         is_own = self._is_leased(stored) and stored.holder == lease.holder
         if not is_own and not self._may_drive(stored, lease):
             raise stale(lease.request_id)
-        return self._grant(lease.request_id, stored, max(stored.epoch, lease.epoch, above) + 1, lease.holder, ttl_s)
+        epoch = max(stored.epoch, max(lease.epoch, above) + 1)
+        return self._grant(lease.request_id, stored, epoch, lease.holder, ttl_s)
 
     async def write(self, writes: Sequence[Write], ttl_s: float) -> list[int]:
         """The length of each log afterwards; -1 if another holder drives that request now. (`RedisStore`: StoreRefused for one refused.)"""
@@ -188,12 +193,12 @@ class MemoryStore:
         stored = self._requests.setdefault(lease.request_id, _StoredRequest())
         if not self._may_drive(stored, lease):
             return -1
+        stored.fields.update(write.fields)
         self._grant(lease.request_id, stored, lease.epoch, lease.holder, ttl_s)
         if not write.offset:
             stored.log = Run()
         if len(stored.log) == write.offset:
             stored.log += write.run
-        stored.fields.update(write.fields)
         if write.state and len(stored.log) == write.end:
             stored.fields["state"], stored.lease_until = write.state, 0.0
             stored.expires = self._now() + KEPT_AFTER_END_S

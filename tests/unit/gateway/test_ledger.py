@@ -15,6 +15,7 @@ from gateway.router import PUBLISHED_S, TTL_S, Prefixes, PrefixKeys, prefix_leng
 from gateway.session_store import INTERRUPTED, MemoryStore, Run, StoreUnavailable, Write
 from rootward.core.requests import TokenLogprob, VerifierRequest
 from rootward.errors import StaleEpoch, Unavailable
+from rootward.ports import Lease
 
 
 class Counting(MemoryStore):
@@ -243,6 +244,59 @@ async def test_a_request_whose_lease_redis_refuses_takes_the_store_from_no_other
     await store.close()
 
 
+async def test_a_run_that_was_taken_over_is_written_again_once_after_redis_came_back_empty(redis, redis_url, monkeypatch):
+    """In parts, and with an end: fields of the store's own, as they were when it was taken over, are not among what is written."""
+    stores = [open_store(redis_url) for _ in range(2)]
+    one, two = (Ledger(store, now=asyncio.get_running_loop().time, flush_s=0.0) for store in stores)
+    one.extend(await one.begin("r", {"digest": "d", "seed": "7"}), run(1, 2, 3))
+    await one.flush()
+    entry, _ = await two.take_over("r", "d")
+    two.extend(entry, run(4))
+    await two.flush()
+    await redis.flushall()
+    monkeypatch.setattr("gateway.ledger.MOST_WRITTEN", 4)
+    offsets = []
+    write = stores[1].write
+
+    async def noted(writes, ttl_s):
+        offsets.extend(one.offset for one in writes)
+        return await write(writes, ttl_s)
+
+    monkeypatch.setattr(stores[1], "write", noted)
+    for token in range(5, 9):
+        two.extend(entry, run(token))
+        for _ in range(3):
+            await two.flush()
+    assert offsets == [4, 0, 4, 5, 6, 7]
+    record = await record_of(stores[1], "r")
+    assert (record.output.tokens, record.running) == (tuple(range(1, 9)), True)
+    assert (record.fields["digest"], record.fields["seed"]) == ("d", "7")
+    two.note(entry, finish="{}")
+    two.end(entry, "finished")
+    await two.flush()
+    assert not two._entries
+    assert (await record_of(stores[1], "r")).finished
+    assert not await redis.exists("rw:req:{r}:lease")
+    for store in stores:
+        await store.close()
+
+
+async def test_a_request_whose_record_was_lost_before_its_first_token_can_be_resumed(redis, redis_url):
+    store = open_store(redis_url)
+    ledger = Ledger(store, now=asyncio.get_running_loop().time, flush_s=0.0)
+    entry = await ledger.begin("r", {"digest": "d", "seed": "7"})
+    await ledger.flush()
+    await redis.flushall()
+    ledger.extend(entry, run(1, 2))
+    await ledger.flush()
+    ledger.extend(entry, run(3))
+    await ledger.flush()
+    taken, record = await ledger.take_over("r", "d")
+    assert taken is not None
+    assert (record.fields["seed"], record.output.tokens) == ("7", (1, 2, 3))
+    await store.close()
+
+
 async def test_a_redis_that_takes_no_writes_is_down_until_it_takes_them(redis, redis_url):
     store = open_store(redis_url)
     ledger = Ledger(store, now=asyncio.get_running_loop().time, flush_s=0.0)
@@ -255,6 +309,26 @@ async def test_a_redis_that_takes_no_writes_is_down_until_it_takes_them(redis, r
     await ledger.flush()
     assert not ledger.down
     assert await logged(store) == (1,)
+    await store.close()
+
+
+@pytest.mark.parametrize("kind", ["memory", "redis"])
+async def test_a_command_that_arrives_after_the_gateway_has_gone_on_fences_no_run(kind, redis, redis_url):
+    """The gateway has stopped waiting for it, and takes epochs by itself meanwhile."""
+    store = MemoryStore() if kind == "memory" else open_store(redis_url)
+    own = Lease("r", 1, "holder")  # of a request that begins without the store
+    assert await store.write([Write(own, 0, run(1), {"digest": "d"})], 5) == [1]
+    late = await store.begin("r", "holder", 5, {"digest": "d"})
+    assert late.epoch == 1
+    assert await store.write([Write(own, 1, run(2))], 5) == [2]
+    following = Lease("r", 2, "holder")
+    assert await store.write([Write(following, 2, run(3))], 5) == [3]
+    for _ in range(2):
+        assert (await store.next_epoch(own, 5)).epoch == 2
+    assert await store.write([Write(following, 3, run(4))], 5) == [4]
+    assert (await store.next_epoch(following, 5, above=7)).epoch == 8
+    assert await store.write([Write(following, 4, run(5))], 5) == [-1]
+    assert (await record_of(store, "r")).output.tokens == (1, 2, 3, 4)
     await store.close()
 
 

@@ -216,6 +216,23 @@ async def test_a_running_stream_waits_for_room_only_so_long():
         await at_rest(service, full)
 
 
+@pytest.mark.parametrize("num_full", [3, 5])
+async def test_a_running_stream_asks_all_verifiers_before_it_waits_for_room(num_full):
+    full = Full(refusals=0)
+    others = [Full(refusals=2) for _ in range(num_full)]
+    for one in others:
+        one.epochs["another request"] = 1  # so that it refuses its first request, too
+    async with serving(full, *others) as service:
+        busier = list(service.upstreams)[1:]
+        for upstream in busier:
+            upstream.num_in_flight += 1  # so that the first one is chosen
+        assert (await collect(service, GenerateRequest("a"))).text == TEXT
+        assert all(one.refusals < 2 for one in others)
+        for upstream in busier:
+            upstream.num_in_flight -= 1
+        await at_rest(service, *others)
+
+
 async def revive(verifier):
     await until(lambda: not verifier.up)
     verifier.up = True
