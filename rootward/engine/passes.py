@@ -60,8 +60,6 @@ class TreePass:
         self._exposed = tuple(states)
         if self.llama is not None:
             self.llama.exposed = frozenset(states)
-        elif states:
-            self.graphs = None  # a replay returns logits alone
 
     @property
     def states(self) -> torch.Tensor:
@@ -98,9 +96,10 @@ class TreePass:
             self._hidden = None
 
     def _run(self, entries: Sequence[Entry], kept: Sequence[range], reduction: Reduction | None = None) -> torch.Tensor:
-        found = None if self.graphs is None else self.graphs.run(entries, kept, reduction)
-        if found is not None:
-            return found
+        if self.graphs is not None and not self._exposed:  # a replay returns logits alone
+            found = self.graphs.run(entries, kept, reduction)
+            if found is not None:
+                return found
         return reduced(self._logits(Step(entries, kept, self.size, self.device)), reduction)
 
     def _logits(self, step: Step) -> torch.Tensor:

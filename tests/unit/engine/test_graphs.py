@@ -264,3 +264,26 @@ def test_a_step_that_reads_is_seen() -> None:
         with pytest.raises((RuntimeError, NotImplementedError)):
             own._forward(static)
         handle.remove()
+
+
+def test_steps_are_recorded_again_once_no_hidden_states_are_wanted() -> None:
+    """A replay returns none. Loading a head exposes them, and so does a drafter with a head, for as long as it is there."""
+    model = model_of("llama", Replays())
+    graphs = model._pass.graphs
+    slot = model.open()
+    model.forward([Rows.chain(slot, 0, [2, 3, 4])])
+    model.commit(slot, 2, keep_below=False)
+
+    def replayed_of(steps: int) -> int:
+        before = graphs.num_replayed
+        for _ in range(steps):
+            model.forward([Rows.chain(slot, 0, [5])])
+            model.commit(slot, 0, keep_below=False)
+        return int(graphs.num_replayed - before)
+
+    assert replayed_of(4) > 0
+    model.expose((1,))
+    assert replayed_of(4) == 0
+    assert model.states.shape == (1, model.network.config.hidden_size)
+    model.expose(())
+    assert replayed_of(4) > 0

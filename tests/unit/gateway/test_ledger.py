@@ -244,7 +244,9 @@ async def test_a_request_whose_lease_redis_refuses_takes_the_store_from_no_other
     await store.close()
 
 
-async def test_a_run_that_was_taken_over_is_written_again_once_after_redis_came_back_empty(redis, redis_url, monkeypatch):
+async def test_a_run_that_was_taken_over_is_written_again_once_after_redis_came_back_empty(
+    redis, redis_url, monkeypatch
+):
     """In parts, and with an end: fields of the store's own, as they were when it was taken over, are not among what is written."""
     stores = [open_store(redis_url) for _ in range(2)]
     one, two = (Ledger(store, now=asyncio.get_running_loop().time, flush_s=0.0) for store in stores)
