@@ -38,6 +38,12 @@ def environment_without(beginnings: tuple[str, ...]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.upper().startswith(beginnings)}
 
 
+def environment_with_packages(folder: Path) -> dict[str, str]:
+    """The environment of a Python process that finds the packages in this folder, too."""
+    known = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *([known] if known else [])])}
+
+
 def as_rank(index: int, size: int, *, per_node: int) -> None:
     """Make this process look like one that torchrun has started: transformers looks there for the GPU to use."""
     local = {"LOCAL_RANK": str(index % per_node), "LOCAL_WORLD_SIZE": str(per_node)}

@@ -14,7 +14,7 @@ Read = Callable[[], Mapping[str, float | Mapping[str, float]]]
 
 PREFIX = "rootward_"
 VLLM_PREFIX = "vllm:"
-RENAMED = {"kv_cache_usage_ratio": "kv_cache_usage_perc", "iteration_tokens": "iteration_tokens_total"}
+RENAMED = {"kv_cache_usage_ratio": "kv_cache_usage_perc"}
 SAME = {
     "num_requests_running",
     "num_requests_waiting",

@@ -106,6 +106,8 @@ class ServiceSettings(BaseSettings):
     def _source(cls, prog: str | None) -> CliSettingsSource[Any]:
         source: CliSettingsSource[Any] = CliSettingsSource(cls, cli_prog_name=prog)
         source.root_parser.allow_abbrev = False  # `--max` must not mean `--max-model-len` today and nothing tomorrow
+        for action in source.root_parser._actions:
+            action.help = _with_one_default(action.help or "")
         return source
 
     @classmethod
@@ -118,6 +120,12 @@ class ServiceSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings,)
+
+
+def _with_one_default(text: str) -> str:
+    """The help of a flag without the default that pydantic adds, if that says nothing, or the description names the default in words."""
+    words, _, added = text.rpartition("(default: ")
+    return words.rstrip() if added in (")", "null)") or "(default: " in words else text
 
 
 class ProcessSettings(ServiceSettings):

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-import structlog
 from redis.asyncio import Redis, RedisCluster
 
 import rootward
@@ -32,8 +31,6 @@ from verifier_service.step_time import StepTime
 
 if TYPE_CHECKING:  # a verifier without a head loads none
     from rootward.engine.head_model import DraftHead
-
-log = structlog.get_logger("verifier")
 
 
 class VerifierService:

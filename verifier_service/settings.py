@@ -51,7 +51,7 @@ class VerifierSettings(WorkerSettings):
     drafters: SourceList = Field(
         default=[],
         description="where drafters are, with commas between: host:port, dns:name:port, redis:[pool], "
-        "kubernetes:service[.namespace][:port]; before each POOL= if there are several; none: plain decoding",
+        "kubernetes:service[.namespace][:port]; before each POOL= if there are several; none: drafts of local_draft alone",
     )
     untrusted_pools: CommaSeparated = Field(
         default=[],

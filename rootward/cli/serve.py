@@ -21,7 +21,7 @@ from typer.core import TyperCommand
 from rootward.cli.bench_serve import bench_serve
 from rootward.errors import ConfigurationError
 from rootward.guard import Guard, exit_on_sigterm
-from rootward.host import environment_without
+from rootward.host import environment_with_packages, environment_without
 
 OWN_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # parsed by the module
 READY = " all listening on "  # in the line that `serve all` prints when all services are ready
@@ -164,7 +164,7 @@ def _command(name: str, program: Program, flags: list[str]) -> list[str]:
     missing = [extra for extra in program.extras if find_spec(PACKAGE_OF_EXTRA[extra]) is None]
     if missing:
         raise ConfigurationError(f"{name}: needs more packages; run pip install 'rootward[{','.join(missing)}]'")
-    package = program.module.partition(".")[0]
+    package = _package(program)
     if find_spec(package) is None and not (CHECKOUT / package / "__init__.py").is_file():
         raise ConfigurationError(
             f"{name}: {package} is not part of the package; install Rootward from a checkout of the repository by `pip install -e`"
@@ -172,12 +172,8 @@ def _command(name: str, program: Program, flags: list[str]) -> list[str]:
     return [sys.executable, "-m", program.module, *flags]
 
 
-def _environment(program: Program) -> dict[str, str]:
-    """Of a program's process. An editable installation leads to the packages of the wheel alone, not to `benchmarks` and `training`."""
-    if find_spec(program.module.partition(".")[0]) is not None:
-        return dict(os.environ)
-    path = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+def _package(program: Program) -> str:
+    return program.module.partition(".")[0]
 
 
 def add_program(app: typer.Typer, name: str, program: Program, *, shown_as: str = "") -> None:
@@ -192,7 +188,10 @@ def add_program(app: typer.Typer, name: str, program: Program, *, shown_as: str 
     def run(ctx: typer.Context) -> None:
         command = _command(shown_as or name, program, ctx.args)
         sys.stdout.flush()
-        os.execve(command[0], command, _environment(program))
+        if find_spec(_package(program)) is not None:
+            os.execv(command[0], command)
+        # An editable installation leads to the packages of the wheel alone, not to `benchmarks` and `training`.
+        os.execve(command[0], command, environment_with_packages(CHECKOUT))
 
     app.command(name, cls=ProgramCommand, help=program.help, context_settings=OWN_FLAGS)(run)
 

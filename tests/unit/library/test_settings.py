@@ -106,3 +106,18 @@ def test_help_shows_descriptions_and_defaults(capsys):
     assert caught.value.code == 0
     assert text.startswith("usage: rootward serve verifier")
     assert "most sessions at once (default: 8)" in text
+
+
+def test_help_names_one_default_of_a_flag(capsys):
+    class Described(Settings):
+        threads: int | None = Field(None, description="threads (default: all cores)")
+        places: bool = Field(False, description="places of texts (default: as the model says)")
+        name: str = Field("", description="a name")
+
+    with pytest.raises(SystemExit):
+        Described.load(["--help"], prog="x")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "threads (default: all cores) --places" in text
+    assert "places of texts (default: as the model says) --name" in text
+    assert "(default: null)" not in text
+    assert "(default: )" not in text
