@@ -6,9 +6,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import ClassVar
+
+import orjson
 
 import rootward
 from gateway.choices import Tally
@@ -32,7 +34,7 @@ Json = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class TokenName:
-    """A token as text; a token that is only part of a character is named by its id."""
+    """A token as the text that it adds to a text; a token that is only part of a character is named by its id."""
 
     text: str
     bytes: list[int] | None
@@ -44,7 +46,7 @@ TokenNames = Callable[[int], TokenName]
 @lru_cache(1 << 16)
 def token_name(tokenizer: Tokenizer, token: int) -> TokenName:
     """The name of a token, cached, because log-probabilities name few tokens many times."""
-    text = tokenizer.decode([token], skip_special_tokens=False)
+    text = tokenizer.token_text(token)
     raw = tokenizer.token_bytes(token)
     text = f"token_id:{token}" if REPLACEMENT in text else text
     return TokenName(text, None if raw is None else list(raw))
@@ -80,15 +82,21 @@ class Answer:
         return self._chunk_choices(index, spans, ending, text_at=0, first=True)[0]
 
     def _chunk_choices(
-        self, index: int, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool
+        self, index: int, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool, some: bool = False
     ) -> list[Json]:
-        """The choices of a delta that begins at character `text_at`, one per chunk; the first of them carries the tokens."""
+        """The choices of a delta that begins at character `text_at`, one per chunk; the first of them carries the tokens. some: there is
+        at least one."""
         raise NotImplementedError
 
-    def prompt_characters(self, prompts: Iterable[tuple[int, ...]]) -> int:
-        """About the length of these prompts if the answer has them token by token, which takes time; else 0."""
-        shown = self.body.echoes or self.body.prompt_logprobs is not None
-        return CHARACTERS_PER_TOKEN * sum(map(len, prompts)) if shown else 0
+    def size(self, prompts: Iterable[tuple[int, ...]], num_tokens: int, rounds: Sequence[Round] = ()) -> int:
+        """Characters whose tokenisation takes about as long as it takes to build an answer with these prompts, if it has them token by
+        token, with so many tokens of output, and with these rounds."""
+        request, size = self.request, num_tokens
+        if request.logprobs is not None:
+            size += CHARACTERS_PER_TOKEN * (1 + request.logprobs) * num_tokens
+        if self.body.echoes or self.body.prompt_logprobs is not None:
+            size += CHARACTERS_PER_TOKEN * (1 + (request.prompt_logprobs or 0)) * sum(map(len, prompts))
+        return size + CHARACTERS_PER_TOKEN * sum(len(one.tree_tokens) + len(one.token_ids) for one in rounds)
 
     @property
     def logprobs(self) -> bool:
@@ -125,14 +133,16 @@ class Answer:
             self._num_echoed[index] = len(text_of(echo))
             spans = (*echo, *spans) if first else spans
         at = 0 if first else self._num_echoed[index] + delta.text_offset
-        choices = self._chunk_choices(index, spans, delta.ending, text_at=at, first=first)
+        rounds = delta.rounds if self.body.return_trees else ()
+        # Rounds come also without text that is final, while a stop string could still match.
+        choices = self._chunk_choices(index, spans, delta.ending, text_at=at, first=first, some=bool(rounds))
         beside: list[Json] = [{} for _ in choices]  # fields of each chunk beside its choice
         if first and choices:
             (choices if self.prompt_in_choices else beside)[0] |= self._of_prompt(index)
         tokens = [spans, *[()] * len(choices)]
         choices = [self._numbered(index, own, choice) for own, choice in zip(tokens, choices, strict=False)]
         if self.body.return_trees and choices:
-            choices[0]["rounds"] = [round_object(one, self.names) for one in delta.rounds]
+            choices[0]["rounds"] = [round_object(one, self.names) for one in rounds]
         usage: Json = {}
         if (options := self.body.stream_options) and (options.include_usage or options.continuous_usage_stats):
             usage = {"usage": self._usage() if options.continuous_usage_stats else None}
@@ -223,9 +233,11 @@ class CompletionAnswer(Answer):
     id_prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
     def _chunk_choices(
-        self, index: int, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool
+        self, index: int, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool, some: bool = False
     ) -> list[Json]:
-        logprobs = completion_logprobs(spans, text_at, self.names) if self.logprobs else None
+        logprobs = None
+        if self.logprobs:  # as JSON, so that little is left to do in the event loop
+            logprobs = orjson.Fragment(orjson.dumps(completion_logprobs(spans, text_at, self.names)))
         return [{"text": text_of(spans), "logprobs": logprobs, **finish(ending)}]
 
 
@@ -276,14 +288,14 @@ class ChatAnswer(Answer):
         return {"message": message, "logprobs": self._logprobs(spans), **self._finish(index, ending)}
 
     def _chunk_choices(
-        self, index: int, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool
+        self, index: int, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool, some: bool = False
     ) -> list[Json]:
         reasoning, parts = self._parts(index, spans, ended=ending is not None)
         deltas: list[Json] = [thoughts_of(reasoning)] if reasoning else []
         deltas += [{"content": part} if isinstance(part, str) else {"tool_calls": [call_delta(part)]} for part in parts]
-        details = self.logprobs or self.body.return_token_ids or self.body.return_trees
+        details = self.logprobs or self.body.return_token_ids
         unparsed = self.call_format is None and not self.reasoning
-        if not deltas and (first or (spans and (details or unparsed))):
+        if not deltas and (first or some or (spans and (details or unparsed))):
             deltas = [{"content": ""}]
         if first:
             deltas[0] = {"role": "assistant", **deltas[0]}
@@ -388,30 +400,50 @@ def fingerprint(model: ModelInfo) -> str:
 def completion_logprobs(spans: Sequence[Span], text_at: int, names: TokenNames) -> Json:
     """One entry per token, null for one without (the first token of an echoed prompt). The emitted token is always among the top ones."""
     return {
-        "tokens": [names(span.token).text for span in spans],
+        "tokens": [_names_at(span, names)(span.token).text for span in spans],
         "token_logprobs": [None if s.logprob is None else _number(s.logprob.logprob) for s in spans],
-        "top_logprobs": [None if s.logprob is None else _top_by_text(s.token, s.logprob, names) for s in spans],
+        "top_logprobs": [
+            None if s.logprob is None else _top_by_text(s.token, s.logprob, _names_at(s, names)) for s in spans
+        ],
         "text_offset": [*accumulate((len(span.text) for span in spans), initial=text_at)][:-1],
     }
 
 
-def token_logprobs(spans: Sequence[Span], names: TokenNames) -> list[Json]:
-    """One entry per token that has a log-probability."""
+def token_logprobs(spans: Sequence[Span], names: TokenNames) -> list[orjson.Fragment]:
+    """One entry per token that has a log-probability, as JSON: millions of objects would take four times the memory, and the interpreter
+    would stop all threads to look through them."""
     content = []
     for span in spans:
         if span.logprob is not None:
-            top = [_entry(token, logprob, names) for token, logprob in span.logprob.top]
-            content.append(_entry(span.token, span.logprob.logprob, names) | {"top_logprobs": top})
+            named = _names_at(span, names)
+            top = [_entry(token, logprob, named) for token, logprob in span.logprob.top]
+            entry = _entry(span.token, span.logprob.logprob, named) | {"top_logprobs": top}
+            content.append(orjson.Fragment(orjson.dumps(entry)))
     return content
 
 
-def prompt_logprobs(logprobs: Sequence[TokenLogprob], prompt: Sequence[int], names: TokenNames) -> list[Json | None]:
-    """vLLM's form: one object by token ids per prompt token, null for the first."""
-    entries: list[Json | None] = [None]
+def prompt_logprobs(
+    logprobs: Sequence[TokenLogprob], prompt: Sequence[int], names: TokenNames
+) -> list[orjson.Fragment | None]:
+    """vLLM's form: one object by token ids per prompt token, null for the first; as JSON, like `token_logprobs`."""
+    entries: list[orjson.Fragment | None] = [None]
     for token, of in zip(prompt[1:], logprobs, strict=False):
         pairs = {**dict(of.top), token: of.logprob}
-        entries.append({str(t): {"logprob": _number(p), "decoded_token": names(t).text} for t, p in pairs.items()})
+        entry = {str(t): {"logprob": _number(p), "decoded_token": names(t).text} for t, p in pairs.items()}
+        entries.append(orjson.Fragment(orjson.dumps(entry)))
     return entries
+
+
+def _names_at(span: Span, names: TokenNames) -> TokenNames:
+    """The names of tokens at the place of this one: the first token of a text without a prompt has lost its blank, as any other would."""
+    return partial(_without_blank, names) if names(span.token).text == f" {span.text}" else names
+
+
+def _without_blank(names: TokenNames, token: int) -> TokenName:
+    name = names(token)
+    if not name.text.startswith(" "):
+        return name
+    return TokenName(name.text[1:], None if name.bytes is None else name.bytes[1:])
 
 
 def _top_by_text(token: int, of: TokenLogprob, names: TokenNames) -> dict[str, float]:

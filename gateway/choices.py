@@ -41,7 +41,14 @@ def outputs(request: GenerateRequest, prompts: Sequence[str | tuple[int, ...]] =
         raise InvalidRequest("request_id", f"{name[:16]}…", fix)
     ids = [f"{name}{OUTPUT_SEPARATOR}{index}" if index else name for index in range(len(given) * request.n)]
     return [
-        replace(request, prompt=given[i // request.n], request_id=own, choice=i % request.n, index=i)
+        replace(
+            request,
+            prompt=given[i // request.n],
+            num_prompts=len(given),
+            request_id=own,
+            choice=i % request.n,
+            index=i,
+        )
         for i, own in enumerate(ids)
     ]
 

@@ -13,7 +13,7 @@ _MOVE_AT = 24  # length of the window, in tokens, at which it moves
 _MOVE_ANYWAY_AT = 64  # the same without a clean end in the window
 _OVERLAP = 4  # fewest tokens that stay in the window
 _CONTEXT = 8  # tokens of the prompt that the first output token is decoded with
-_CUT = 3  # most tokens by which a character is cut at an end of the prompt's part that is looked at
+_CUT = 3  # most tokens of a character that is cut, as at an end of the prompt's part that is looked at
 _PART = 32  # tokens after which `Output.push` releases text
 
 
@@ -46,6 +46,9 @@ class Detokenizer:
         self._text = decode(self._window) if self._window else ""  # of the window
         self._clean_ends: list[int] = []  # lengths of the window at which its text ended with a whole character
         self._num_dirty = 0  # tokens since the last clean end
+        self._lengths: list[int] = []  # of the text after each of the last tokens, as many as one character may have
+        # Length of the text at the last clean end. A prompt that ends inside a character has none.
+        self._num_clean = 0 if self._text.endswith(REPLACEMENT) else len(self._text)
         # Marks at the end of the prompt: bytes that may become a character of the output; what does not is no output.
         self._num_broken = len(self._text) - self._num_returned
 
@@ -63,13 +66,16 @@ class Detokenizer:
         if text == self._text and (text or len(self._window) >= _MOVE_ANYWAY_AT) and self._has_no_text(token):
             self._window.pop()  # as ids beyond the tokenizer; a window of such tokens would never move
             return ""
-        self._text = text
+        before, self._text = self._text, text
         if text.endswith(REPLACEMENT):
             self._num_dirty += 1
+            if text[: self._num_clean] != before[: self._num_clean]:
+                self._begin_at_clean_end()
         else:
-            self._num_dirty = 0
+            self._num_dirty, self._num_clean = 0, len(text)
             self._clean_ends.append(len(self._window))
-        piece = self._return(self._final(text))
+        self._lengths = [*self._lengths[-_CUT:], len(self._text)]
+        piece = self._return(self._final(self._text))
         self._move()
         return piece
 
@@ -77,6 +83,13 @@ class Detokenizer:
         """Whether a token that has not changed the text adds none. One mark may stand for several bytes of a character, each of which has
         text by itself."""
         return not self._text.endswith(REPLACEMENT) or not self._decode([token])
+
+    def _begin_at_clean_end(self) -> None:
+        """Drop the tokens before the last clean end: their text was returned and has changed. A byte-fallback decoder writes a whole row of
+        bytes as marks while one of its characters is cut. The rest begins with such a byte, so no first blank is lost."""
+        self._window, self._clean_ends = self._window[-self._num_dirty :], []
+        self._text = self._decode(self._window)
+        self._num_returned, self._num_clean, self._lengths = self._num_returned - self._num_clean, 0, []
 
     def flush(self) -> str:
         """The text that is still held, broken bytes as U+FFFD. No token may be pushed afterwards."""
@@ -88,9 +101,13 @@ class Detokenizer:
             return text
         if self._num_dirty <= _LONGEST_CHARACTER:
             return text.rstrip(REPLACEMENT)
-        return text[:-1]  # too long for one character: all but the last mark are broken for good
+        # Too long for one character: all but the last mark are broken for good, or are U+FFFD itself. Of a row of these, a byte-fallback
+        # decoder writes one mark for each byte while the last one is cut, and fewer when it is whole.
+        return text[: max(0, min(self._lengths) - 1)]
 
     def _return(self, final: str) -> str:
+        # Bytes that were returned as marks may turn out to be characters, of which there are fewer.
+        self._num_returned = min(self._num_returned, len(self._text))
         piece = final[self._num_returned :]
         self._num_returned = max(self._num_returned, len(final))
         if piece and self._num_broken:
@@ -99,7 +116,8 @@ class Detokenizer:
         return piece
 
     def _move(self) -> None:
-        """Drop the front of a long window. The rest must decode to some text, or a first blank would be lost."""
+        """Drop the front of a long window. The rest must decode to some text, or a first blank would be lost. As many characters of its end
+        are held as before."""
         size = len(self._window)
         if size < _MOVE_AT:
             return
@@ -107,10 +125,13 @@ class Detokenizer:
         if not cut and size >= _MOVE_ANYWAY_AT:
             cut = size - 2 * _LONGEST_CHARACTER
         text = self._decode(self._window[cut:]) if cut else ""
-        if final := self._final(text):
+        if text:
+            num_dropped = len(self._text) - len(text)
             self._window, self._text = self._window[cut:], text
             self._clean_ends = [end - cut for end in self._clean_ends if end > cut]
-            self._num_returned = len(final)
+            self._num_returned = max(0, self._num_returned - num_dropped)
+            self._num_clean = max(0, self._num_clean - num_dropped)
+            self._lengths = [length - num_dropped for length in self._lengths]
 
 
 def _end_of(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> tuple[list[int], int]:

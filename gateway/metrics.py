@@ -64,13 +64,12 @@ class Metrics:
         self.max_tokens = histogram("request_params_max_tokens", "What requests set as max_tokens.", COUNTS)
         self.n = histogram("request_params_n", "What requests set as n.", CHOICES)
 
-    def of(self, request: GenerateRequest) -> RequestMetrics:
-        """The metrics of one generation, from its arrival on."""
+    def planned(self, request: GenerateRequest) -> None:
+        """Count the numbers of a request whose values were checked: one that is refused may have any, also beyond all floats."""
         if request.index == 0:
             self.n.observe(request.n)
         if request.max_tokens is not None:
             self.max_tokens.observe(request.max_tokens)
-        return RequestMetrics(self)
 
 
 class CallMetrics:
@@ -94,7 +93,7 @@ class CallMetrics:
 
 
 class RequestMetrics:
-    """Counts one generation from its deltas. A context manager, which also counts errors and cancellations."""
+    """Counts one generation from its deltas, from its arrival on. A context manager, which also counts errors and cancellations."""
 
     def __init__(self, metrics: Metrics):
         self._metrics = metrics

@@ -9,7 +9,16 @@ from dataclasses import dataclass, replace
 
 from gateway.requests import Chat, GenerateRequest, of_tenant
 from gateway.tokenizer import Tokenizer
-from rootward.core.requests import MAX_BAD, DraftMode, Rule, Speculation, Stopping, VerifierRequest, check_ids
+from rootward.core.requests import (
+    MAX_BAD,
+    MAX_LOGPROBS,
+    DraftMode,
+    Rule,
+    Speculation,
+    Stopping,
+    VerifierRequest,
+    check_ids,
+)
 from rootward.errors import ContextLengthExceeded, InvalidRequest
 from rootward.ports import ModelInfo
 
@@ -21,6 +30,8 @@ MAX_PREDICTION_CHARACTERS = 1 << 17
 # Log-probabilities of the prompts of one answer, those of likely tokens included: each takes about 450 bytes, and a microsecond of the
 # event loop.
 MAX_PROMPT_LOGPROBS = 1 << 20
+# Of all tokens that the outputs of one request may have, counted alike: each takes about 400 bytes.
+MAX_OUTPUT_LOGPROBS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +146,7 @@ def _truncated(request: GenerateRequest, prompt: tuple[int, ...], model: ModelIn
     if most is None:
         return prompt
     if most == -1:
-        most = max(1, model.max_positions - (request.max_tokens or 1))
+        most = max(1, model.max_positions - max(1, request.max_tokens or 1))  # below 1 it is refused later
     if not 1 <= most < model.max_positions:
         fix = f"is outside [1, {model.max_positions - 1}]; use -1 for as many as fit"
         raise InvalidRequest("truncate_prompt_tokens", most, fix)
@@ -145,7 +156,7 @@ def _truncated(request: GenerateRequest, prompt: tuple[int, ...], model: ModelIn
 def _max_tokens(
     request: GenerateRequest, num_prompt: int, model: ModelInfo, *, max_prompt: int, max_output: int
 ) -> int:
-    """The number of tokens that the client asks for, or as many as context and operator allow."""
+    """The number of tokens that the client asks for, or as many as context, operator and their log-probabilities allow."""
     field = "messages" if isinstance(request.prompt, Chat) else "prompt"
     check_length(field, num_prompt, model)
     if max_prompt and num_prompt > max_prompt:
@@ -155,11 +166,23 @@ def _max_tokens(
     if requested > left:
         fix = f"is more than {num_prompt} prompt tokens leave; {_context(model)}, ask for at most {left}"
         raise ContextLengthExceeded("max_tokens", requested, fix)
-    if not max_output or requested <= max_output:
+    if max_output and requested > max_output:
+        if request.max_tokens is not None:
+            raise ContextLengthExceeded("max_tokens", requested, f"is more than this server gives, {max_output}")
+        requested = max_output
+    if request.logprobs is None:
         return requested
-    if request.max_tokens is not None:
-        raise ContextLengthExceeded("max_tokens", requested, f"is more than this server gives, {max_output}")
-    return max_output
+    # Out of range it is refused later. The share of an output, not what the others leave: its length depends on the request alone.
+    num_top, num_outputs = min(max(0, request.logprobs), MAX_LOGPROBS), request.num_prompts * request.n
+    most = MAX_OUTPUT_LOGPROBS // ((1 + num_top) * num_outputs)
+    if requested > most and request.max_tokens is not None:
+        outputs = f" in each of {num_outputs} outputs" if num_outputs > 1 else ""
+        fix = (
+            f"tokens{outputs}, with {num_top} top log-probabilities each, are too many for one answer; "
+            f"ask for at most {most}, or for fewer log-probabilities"
+        )
+        raise InvalidRequest("max_tokens", requested, fix)
+    return min(requested, most)
 
 
 def _check_answer(first: VerifierRequest, num_choices: int) -> None:

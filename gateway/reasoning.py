@@ -16,6 +16,7 @@ class ThoughtParser:
     def __init__(self, *, opened: bool):
         self._opened = opened  # the text begins with thoughts
         self._closed = False  # the rest of the text is the answer
+        self._blanks: list[str] = []  # of the beginning of the text, until a tag or an answer follows
         self._held = ""  # may be a tag or the beginning of one
         self.num_tokens = 0  # of the thoughts, tags included
 
@@ -27,9 +28,11 @@ class ThoughtParser:
         self._held += text
         if not self._opened:
             begun = self._held.lstrip()
+            self._blanks.append(self._held[: len(self._held) - len(begun)])
+            self._held = begun
             if not begun.startswith(OPEN):
                 return ("", "") if OPEN.startswith(begun) else self._answered()
-            self._opened, self._held = True, begun.removeprefix(OPEN)
+            self._opened, self._blanks, self._held = True, [], begun.removeprefix(OPEN)
         thoughts, tag, answer = self._held.partition(CLOSE)
         if tag:
             self._closed, self._held = True, ""
@@ -47,6 +50,7 @@ class ThoughtParser:
 
     def _answered(self) -> tuple[str, str]:
         """The text does not begin with thoughts."""
-        answer, self._held = self._held, ""
+        answer = "".join(self._blanks) + self._held
+        self._blanks, self._held = [], ""
         self._closed, self.num_tokens = True, 0
         return "", answer

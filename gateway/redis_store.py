@@ -224,7 +224,9 @@ class RedisStore:
             epoch, flat, log = await self._take_over(self._request_keys(request_id), arguments)
         if int(epoch) < 0:
             raise another_request(request_id)
-        record = Record(dict(zip(flat[::2], flat[1::2], strict=True)), Run.joined(log))
+        # In a thread, because a long log with log-probabilities takes a second.
+        output = await asyncio.to_thread(Run.joined, log)
+        record = Record(dict(zip(flat[::2], flat[1::2], strict=True)), output)
         return (Lease(request_id, int(epoch), holder) if epoch else None), record
 
     async def next_epoch(self, lease: Lease, ttl_s: float, above: int = 0) -> Lease:

@@ -105,6 +105,7 @@ class GenerateRequest:
     n: int = 1  # choices that the client asks for; this is one of them, see choices.py
     choice: int = 0  # its number; its random numbers are those of (seed, choice)
     index: int = 0  # of this output among all outputs of the client's request
+    num_prompts: int = 1  # of the client's request, with n choices each
     priority: int = 0  # lower runs earlier
     add_special_tokens: bool | None = None  # around a text prompt; None = as the gateway is set
     trees: bool = False  # show the tree of every round

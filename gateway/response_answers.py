@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from orjson import Fragment
+
 from gateway.answers import ChatAnswer, Json, call_id, token_logprobs
 from gateway.detokenizer import Span
 from gateway.requests import Delta, Ending
@@ -38,8 +40,8 @@ class ResponseAnswer(ChatAnswer):
     _output: list[Json] = field(default_factory=list)  # items; the last one may still grow
     _growing: Kind | None = None  # type of the last item, if it grows
     _text: list[str] = field(default_factory=list)  # of the growing item, in pieces
-    _text_logprobs: list[Json] = field(default_factory=list)  # of the growing item
-    _held_logprobs: list[Json] = field(default_factory=list)  # of tokens whose text is held back, and of thoughts
+    _text_logprobs: list[Fragment] = field(default_factory=list)  # of the growing item
+    _held_logprobs: list[Fragment] = field(default_factory=list)  # of tokens whose text is held back, and of thoughts
     _num_taken: int = 0  # log-probabilities that are no longer held
     _events: list[Json] = field(default_factory=list)  # that the next `chunks` returns
     _num_events: int = 0
@@ -118,7 +120,7 @@ class ResponseAnswer(ChatAnswer):
                 self._text.append(part.arguments)
                 self._emit_of_item("response.function_call_arguments.delta", delta=part.arguments)
 
-    def _taken_logprobs(self) -> list[Json]:
+    def _taken_logprobs(self) -> list[Fragment]:
         """Those held, without those of thoughts, which are the first tokens. How many these are is known when the answer begins."""
         taken = self._held_logprobs[max(0, self.num_reasoning_tokens - self._num_taken) :]
         self._num_taken += len(self._held_logprobs)
@@ -167,7 +169,7 @@ class ResponseAnswer(ChatAnswer):
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._text_logprobs)}
 
-    def _emit_of_text(self, name: str, *, logprobs: list[Json], **fields: object) -> None:
+    def _emit_of_text(self, name: str, *, logprobs: list[Fragment], **fields: object) -> None:
         """An event of the text of the growing item."""
         if self._growing == "reasoning":
             self._emit_of_item(f"response.reasoning_text.{name}", content_index=0, **fields)

@@ -18,7 +18,7 @@ from gateway.detokenizer import Output
 from gateway.generation import Aborted, Cutoff, Generation
 from gateway.grammar_check import GrammarCheck
 from gateway.ledger import Entry, Ledger
-from gateway.metrics import GAUGES, Metrics
+from gateway.metrics import GAUGES, Metrics, RequestMetrics
 from gateway.planning import Plan, check_resume, make_plan, refusing, without_texts
 from gateway.quotas import Account
 from gateway.redis_store import Store
@@ -137,7 +137,10 @@ class GatewayService:
         again; DeadlineExceeded; DuplicateRequest.
         """
         about: dict[str, str | int] = {"model": self.served_model, "choice": request.choice}
-        with self.metrics.of(request) as counts, request_span("gateway.request", request.traceparent, **about) as span:
+        with (
+            RequestMetrics(self.metrics) as counts,
+            request_span("gateway.request", request.traceparent, **about) as span,
+        ):
             check_resume(request)
             self._check_allowed(request)
             request_id, traceparent = request.request_id or uuid.uuid4().hex, traceparent_of(span)
@@ -171,6 +174,7 @@ class GatewayService:
             max_prompt=self.settings.max_prompt_tokens,
             max_output=self.settings.max_output_tokens,
         )
+        self.metrics.planned(request)
         cutoff = Cutoff(arrived + limit)
         received = request.resume.offset if request.resume else 0
         try:
@@ -209,11 +213,9 @@ class GatewayService:
         return await self.tokenizer_pool.run(CHARACTERS_PER_TOKEN * len(ids), decode, ids)
 
     async def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself."""
-        decode = self.tokenizer.decode
-        return await self.tokenizer_pool.run(
-            CHARACTERS_PER_TOKEN * len(ids), lambda: [decode([i], skip_special_tokens=False) for i in ids]
-        )
+        """The text of each token, that of a part of a character with U+FFFD."""
+        text_of = self.tokenizer.token_text
+        return await self.tokenizer_pool.run(CHARACTERS_PER_TOKEN * len(ids), lambda: list(map(text_of, ids)))
 
     def abort(
         self, request_ids: Sequence[str], error: ServiceError | None = None, *, tenant: str | None = None
@@ -397,7 +399,9 @@ class _Live:
 def _characters(prompt: str | Chat) -> int:
     if isinstance(prompt, str):
         return len(prompt)
-    return sum(map(len, texts_in([*prompt.messages, prompt.template_kwargs])))
+    # Names of a message's own fields are the gateway's; other keys are in the prompt like texts.
+    values = [value for message in prompt.messages for value in message.values()]
+    return sum(map(len, texts_in([*values, prompt.template_kwargs])))
 
 
 def loop_time() -> float:

@@ -79,15 +79,17 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
                 service = self._models.of(request.model)
                 wanted = _request(service, request, context)
                 deltas, tally = await _deltas(service, wanted, context), Tally(wanted.n)
-            spans: list[list[Span]] = [[] for _ in range(wanted.n)]
+            spans: dict[int, list[Span]] = {}
             choices: dict[int, generate_pb2.Choice] = {}
             async with aclosing(deltas):
                 async for delta in deltas:
                     tally.add(delta)
-                    spans[delta.index] += delta.spans
+                    spans.setdefault(delta.index, []).extend(delta.spans)
                     if delta.ending is not None:
-                        choice = choices[delta.index] = generate_pb2.Choice(index=delta.index)
-                        _set_output(choice, replace(delta, offset=0, spans=tuple(spans[delta.index])), request.response)
+                        whole = replace(delta, offset=0, spans=tuple(spans.pop(delta.index)))
+                        choices[delta.index] = await service.tokenizer_pool.answer(
+                            _size(whole), choice_to_pb, whole, request.response
+                        )
         return generate_pb2.GenerateResponse(
             request_id=delta.request_id,
             model=service.served_model,
@@ -107,7 +109,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
             async with aclosing(coalesced(deltas, request.response.stream_interval)) as runs:
                 async for delta in runs:
                     tally.add(delta)
-                    chunk = chunk_to_pb(delta, request.response)
+                    chunk = await service.tokenizer_pool.answer(_size(delta), chunk_to_pb, delta, request.response)
                     if len(tally.endings) == wanted.n:
                         chunk.usage.CopyFrom(USAGE.to_pb(tally.usage))
                     await context.write(chunk)
@@ -338,6 +340,23 @@ def finish_to_pb(ending: Ending, *, detail: bool) -> generate_pb2.Finish:
         if (value := getattr(ending, field)) is not None:
             setattr(finish, field, value)
     return finish
+
+
+def _size(delta: Delta) -> int:
+    """Characters whose tokenisation takes about as long as it takes to write this output with its log-probabilities."""
+    size = len(delta.spans)
+    if delta.spans and (first := delta.spans[0].logprob) is not None:
+        size *= 1 + len(first.top)
+    if delta.offset == 0 and delta.prompt_logprobs:
+        size += len(delta.prompt_logprobs) * (1 + len(delta.prompt_logprobs[0].top))
+    return size
+
+
+def choice_to_pb(delta: Delta, response: generate_pb2.ResponseOptions) -> generate_pb2.Choice:
+    """A whole output with the fields that the client asks for."""
+    choice = generate_pb2.Choice(index=delta.index)
+    _set_output(choice, delta, response)
+    return choice
 
 
 def chunk_to_pb(delta: Delta, response: generate_pb2.ResponseOptions) -> generate_pb2.GenerateChunk:

@@ -3,8 +3,10 @@ and a tenant's oldest answers make room for new ones."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, replace
 
+import orjson
 import structlog
 from pydantic import TypeAdapter
 
@@ -55,8 +57,15 @@ class ResponseStore:
 
     async def keep(self, tenant: str, response_id: str, response: StoredResponse) -> bool:
         """Whether it was stored. It is not if it is too large or the store does not answer, and the client gets its answer all the same."""
-        text = _STORED.dump_json(response, exclude_defaults=True)
-        if not self._lifetime_s or len(text) > self._max_bytes:
+        if not self._lifetime_s:
+            return False
+        # Log-probabilities are JSON already, which pydantic does not know. In a thread, because they may be many: others run before it and
+        # after it.
+        answer = await asyncio.to_thread(orjson.dumps, response.answer)
+        if len(answer) > self._max_bytes:
+            return False
+        text = _STORED.dump_json(replace(response, answer=orjson.loads(answer)), exclude_defaults=True)
+        if len(text) > self._max_bytes:
             return False
         try:
             await self._store.put_response(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -22,6 +22,8 @@ from gateway.service import SLOW_CLIENT_S
 
 SILENCE_S = 15.0  # after which a comment keeps proxies from closing the stream
 SSE_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+# Bytes of an answer that are sent at a time, with other work between: the server copies them, and holds them until they are read.
+PART_BYTES = 1 << 20
 DONE, KEEP_ALIVE = b"data: [DONE]\n\n", b": keep-alive\n\n"
 
 
@@ -48,16 +50,19 @@ class GenerationResponse(Response):
             deltas = coalesced(concurrent_deltas(service.generate, requests), body.stream_interval)
             async with aclosing(deltas):
                 if not body.stream:
-                    whole = await _collected(answer, deltas)
-                    await json_response(await answer.settled(whole), headers=headers)(scope, receive, send)
+                    whole = json_response(await answer.settled(await _collected(answer, deltas)), headers=headers)
+                    await send({"type": "http.response.start", "status": 200, "headers": whole.raw_headers})
+                    for part in _parts(bytes(whole.body)):
+                        await _send_part(send, part)
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
                     return
                 first = await anext(deltas)
                 start = Headers({**SSE_HEADERS, **headers}).raw
                 await send({"type": "http.response.start", "status": 200, "headers": start})
                 streaming = True
                 async with aclosing(_events(answer, first, deltas, with_ids=with_ids)) as events:
-                    async for event in events:
-                        await send({"type": "http.response.body", "body": event, "more_body": True})
+                    async for part in events:
+                        await _send_part(send, part)
         except Exception as raised:
             error = answer.named(raised)
             if not streaming:
@@ -65,8 +70,8 @@ class GenerationResponse(Response):
                 return
             known = http_error(error, path=scope["path"], request_id=answer.request.request_id)
             failure = answer.failure(known.body)
-            event = _event(failure, typed=answer.typed_events)
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            for part in _event(failure, typed=answer.typed_events):
+                await _send_part(send, part)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -75,8 +80,8 @@ async def _collected(answer: Answer, deltas: AsyncIterator[Delta]) -> dict[str, 
     async for delta in deltas:
         spans.setdefault(delta.index, []).extend(delta.spans)
         answer.tally.add(delta)
-    size = answer.prompt_characters(answer.tally.prompts.values())
-    return await answer.service.tokenizer_pool.run(size, answer.whole, spans)
+    size = answer.size(answer.tally.prompts.values(), sum(map(len, spans.values())))
+    return await answer.service.tokenizer_pool.answer(size, answer.whole, spans)
 
 
 def _reads_ids(headers: Headers) -> bool:
@@ -88,17 +93,19 @@ def _reads_ids(headers: Headers) -> bool:
 async def _events(
     answer: Answer, first: Delta, deltas: AsyncGenerator[Delta, None], *, with_ids: bool
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a stream, with a comment after SILENCE_S without one. The id of an event is the output position after it."""
+    """The events of a stream in parts, with a comment after SILENCE_S without one. The id of an event is the output position after it."""
     now = asyncio.get_running_loop().time
     delta: Delta | None = first
     last_sent = now()
     pending: asyncio.Future[Delta | None] | None = None
     try:
         while delta is not None:
-            size = 0 if delta.offset and delta is not first else answer.prompt_characters([delta.prompt])
-            for chunk in await answer.service.tokenizer_pool.run(size, answer.chunks, delta):
+            prompts = () if delta.offset and delta is not first else (delta.prompt,)
+            size = answer.size(prompts, len(delta.spans), delta.rounds)
+            for chunk in await answer.service.tokenizer_pool.answer(size, answer.chunks, delta):
                 event_id = delta.offset + len(delta.spans) if with_ids else None
-                yield _event(chunk, event_id, typed=answer.typed_events)
+                for part in _event(chunk, event_id, typed=answer.typed_events):
+                    yield part
                 last_sent = now()
             pending = asyncio.ensure_future(anext(deltas, None))
             while not pending.done():
@@ -114,7 +121,8 @@ async def _events(
                 await pending
     last = answer.last()
     if last is not None:
-        yield _event(await answer.settled(last), typed=answer.typed_events)
+        for part in _event(await answer.settled(last), typed=answer.typed_events):
+            yield part
     if not answer.typed_events:
         yield DONE
 
@@ -138,8 +146,24 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _event(body: dict[str, object], event_id: int | None = None, *, typed: bool = False) -> bytes:
+async def _send_part(send: Send, part: bytes) -> None:
+    await send({"type": "http.response.body", "body": part, "more_body": True})
+    if len(part) == PART_BYTES:
+        await asyncio.sleep(0)
+
+
+def _parts(body: bytes) -> Iterator[bytes]:
+    return (body[begin : begin + PART_BYTES] for begin in range(0, len(body), PART_BYTES))
+
+
+def _event(body: dict[str, object], event_id: int | None = None, *, typed: bool = False) -> Iterator[bytes]:
     prefix = b"" if event_id is None else b"id: %d\n" % event_id
     if typed:
         prefix += f"event: {body['type']}\n".encode()
-    return prefix + b"data: " + orjson.dumps(body) + b"\n\n"
+    data = orjson.dumps(body)
+    if len(data) < PART_BYTES:
+        yield prefix + b"data: " + data + b"\n\n"
+        return
+    yield prefix + b"data: "
+    yield from _parts(data)
+    yield b"\n\n"

@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, NoReturn, TypeVar
 
 from gateway.detokenizer import REPLACEMENT, Detokenizer
@@ -24,6 +26,7 @@ INLINE_CHARACTERS = 2000  # longest text that is tokenised in the event loop
 CHARACTERS_PER_TOKEN = 4  # about, to compare work on token ids with work on texts
 LARGE_CHARACTERS = 1 << 16
 MAX_CALLS = 64  # queued and running in a pool
+NAMED_IN_MESSAGE = 3  # levels of objects with names of fields: message, call, function; keys below are the client's
 
 T = TypeVar("T")
 
@@ -44,8 +47,8 @@ def load_tokenizer(
 class HuggingFaceTokenizer:
     """A Hugging Face tokenizer.
 
-    special_tokens_in_messages: texts of special tokens in messages become those tokens. Otherwise they stay text, so that a user's text
-    cannot end a turn or begin one of another role.
+    special_tokens_in_messages: texts of special tokens in messages, tools and variables of the template become those tokens. Otherwise they
+    stay text, so that a user's text cannot end a turn or begin one of another role.
     """
 
     def __init__(self, tokenizer: Any, *, add_special_tokens: bool = False, special_tokens_in_messages: bool = False):
@@ -54,7 +57,7 @@ class HuggingFaceTokenizer:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = frozenset(tokenizer.all_special_ids) | {i for i, t in added.items() if t.special}
         names = {str(tokenizer.convert_ids_to_tokens(i)) for i in self.special_ids}
-        self._special: re.Pattern[str] | None = None  # the first character of every special token in a message
+        self._special: re.Pattern[str] | None = None  # the first character of every special token in a text
         if (long := [name for name in names if len(name) > 1]) and not special_tokens_in_messages:
             first = _by_first(long).items()  # the rest by look-ahead, because tokens may overlap
             self._special = re.compile("|".join(f"{re.escape(c)}(?={_any_of(rests)})" for c, rests in first))
@@ -86,17 +89,15 @@ class HuggingFaceTokenizer:
 
     def encode_chat(self, chat: Chat) -> tuple[int, ...]:
         """Token ids of a conversation, rendered with the model's template. Errors: those of `render_chat`."""
-        messages, cut = self._without_special_tokens(chat.messages)
-        text = self._rendered(chat, messages)
+        chat, cut = self._without_special_tokens(chat)
+        text = self.render_chat(chat)
         parts = text.split(cut) if cut else [text]
         return tuple(i for part in parts for i in self._tokenizer.encode(part, add_special_tokens=False))
 
     def render_chat(self, chat: Chat) -> str:
         """The text of a conversation in the model's template. UnsupportedParameter if the model has none, InvalidRequest for messages
         that do not fit it."""
-        return self._rendered(chat, chat.messages)
-
-    def _rendered(self, chat: Chat, messages: Sequence[Mapping[str, object]]) -> str:
+        messages = chat.messages
         if not getattr(self._tokenizer, "chat_template", None):
             fix = "messages need a chat template, and this model has none; send text"
             raise UnsupportedParameter("messages", len(messages), fix)
@@ -118,25 +119,27 @@ class HuggingFaceTokenizer:
         _refuse_lone_surrogates("messages", text)
         return str(text)
 
-    def _without_special_tokens(
-        self, messages: Sequence[Mapping[str, object]]
-    ) -> tuple[Sequence[Mapping[str, object]], str]:
-        """(messages with a separator after the first character of every special token, the separator): a text that is tokenised in
-        parts, split at the separator, has no special token. ("" if the messages have no special token.)"""
-        special, texts = self._special, "".join(texts_in(list(messages)))
+    def _without_special_tokens(self, chat: Chat) -> tuple[Chat, str]:
+        """(the conversation with a separator after the first character of every special token in its texts, the separator): a text that is
+        tokenised in parts, split at the separator, has no special token. ("" if the texts have no special token.)
+
+        The separator is in no text, so different keys of an object stay different."""
+        special, texts = self._special, "".join(texts_in([*chat.messages, chat.template_kwargs]))
         if special is None or special.search(texts) is None:
-            return messages, ""
+            return chat, ""
         unused = set(map(chr, range(0xE000, 0xF900))).difference(texts)  # for private use: no template has one
         if not unused:
             fix = "have all characters U+E000 to U+F8FF and the text of a special token; leave one out"
-            raise InvalidRequest("messages", len(messages), fix)
+            raise InvalidRequest("messages", len(chat.messages), fix)
         cut = min(unused)
         marked = rf"\g<0>{cut}"
 
         def change(text: str) -> str:
             return special.sub(marked, text)
 
-        return [{key: _mapped(value, change) for key, value in message.items()} for message in messages], cut
+        messages = tuple(_changed(message, change, num_named=NAMED_IN_MESSAGE) for message in chat.messages)
+        variables = _changed(chat.template_kwargs, change, num_named=1)
+        return replace(chat, messages=messages, template_kwargs=variables), cut
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids beyond the tokenizer (padding of the vocabulary) decode to nothing."""
@@ -158,12 +161,33 @@ class HuggingFaceTokenizer:
         values = {name: getattr(self._tokenizer, name, None) for name in names}
         return {name: value if isinstance(value, str) else None for name, value in values.items()}
 
+    def token_text(self, token: int) -> str:
+        """The text that a token adds to a text. Decoders drop the blank of the first token, so it is decoded behind another one."""
+        first, text_of_first = self._first
+        text = self.decode([*first, token], skip_special_tokens=False)
+        if text.startswith(text_of_first):
+            return text[len(text_of_first) :]
+        return self.decode([token], skip_special_tokens=False)
+
+    @cached_property
+    def _first(self) -> tuple[list[int], str]:
+        """(one token that changes no text behind it, its text); ([], "") if the vocabulary has none."""
+        for token in range(self.num_ids):
+            if token in self.special_ids or BYTE_PIECE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token))):
+                continue  # bytes in a row are decoded together
+            text = self.decode([token])
+            if text.strip() and REPLACEMENT not in text:
+                return [token], text
+        return [], ""
+
     def token_bytes(self, token: int) -> bytes | None:
-        """The bytes of a token; None if they are unknown. Those of a part of a character are read from its spelling in the vocabulary."""
-        text = self.decode([token], skip_special_tokens=False)
+        """The bytes of `token_text`; None if they are unknown. A part of a character is read from its spelling in the vocabulary."""
+        text = self.token_text(token)
         if REPLACEMENT not in text:
             return text.encode()
         piece = str(self._tokenizer.convert_ids_to_tokens(token))
+        if text == piece.replace("\u2581", " "):  # SentencePiece's character for a space
+            return text.encode()
         if BYTE_PIECE.fullmatch(piece):
             return bytes([int(piece[3:-1], 16)])
         alphabet = byte_alphabet()
@@ -233,8 +257,11 @@ class TokenNumbers:
     def special_texts(self) -> Mapping[str, str | None]:
         return {}
 
+    def token_text(self, token: int) -> str:
+        return f"{token} "
+
     def token_bytes(self, token: int) -> bytes | None:
-        return f"{token} ".encode()
+        return self.token_text(token).encode()
 
     def detokenizer(self, context: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
         return Detokenizer(self.decode, context)
@@ -244,9 +271,9 @@ Tokenizer = HuggingFaceTokenizer | TokenNumbers
 
 
 class TokenizerPool:
-    """Two threads for the tokenisation of long texts only, so that other work never waits for it.
+    """Two threads for the tokenisation of long texts and for large answers only, so that other work never waits for it.
 
-    Only one of them takes texts of more than `LARGE_CHARACTERS`, so that shorter ones always find a thread. Overloaded beyond `MAX_CALLS`.
+    Only one of them takes texts of more than `LARGE_CHARACTERS`, so that shorter ones always find a thread.
     """
 
     def __init__(self) -> None:
@@ -255,23 +282,28 @@ class TokenizerPool:
         self._num_calls = 0
 
     async def run(self, size: int, call: Callable[..., T], *arguments: object) -> T:
-        """The result of `call`, which works on `size` characters. Up to `INLINE_CHARACTERS` it runs in the event loop."""
-        if size <= INLINE_CHARACTERS:
-            return call(*arguments)
-        if self._num_calls >= MAX_CALLS:
+        """The result of `call`, which works on `size` characters. Up to `INLINE_CHARACTERS` it runs in the event loop. Overloaded beyond
+        `MAX_CALLS`."""
+        if size > INLINE_CHARACTERS and self._num_calls >= MAX_CALLS:
             raise Overloaded(f"{self._num_calls} texts wait for the tokenizer, its limit", retry_after_s=1.0)
         self._num_calls += 1
         try:
-            async with self._large if size > LARGE_CHARACTERS else nullcontext():
-                work = self._threads.submit(_without_stop_iteration, call, *arguments)
-                try:
-                    return await asyncio.wrap_future(work)
-                except asyncio.CancelledError:  # a thread that works on it goes on, and others wait for it
-                    if not work.done():
-                        await asyncio.gather(asyncio.wrap_future(work), return_exceptions=True)
-                    raise
+            return await self.answer(size, call, *arguments)
         finally:
             self._num_calls -= 1
+
+    async def answer(self, size: int, call: Callable[..., T], *arguments: object) -> T:
+        """As `run`, for answers: they are generated already, so they wait, however many calls there are."""
+        if size <= INLINE_CHARACTERS:
+            return call(*arguments)
+        async with self._large if size > LARGE_CHARACTERS else nullcontext():
+            work = self._threads.submit(_without_stop_iteration, call, *arguments)
+            try:
+                return await asyncio.wrap_future(work)
+            except asyncio.CancelledError:  # a thread that works on it goes on, and others wait for it
+                if not work.done():
+                    await asyncio.gather(asyncio.wrap_future(work), return_exceptions=True)
+                raise
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -292,22 +324,31 @@ def _refuse_lone_surrogates(field: str, text: str) -> None:
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """Every string in a JSON value except the names of fields, in any order."""
+    """Every string in a JSON value, keys of objects included, in any order."""
     left = [value]  # no recursion: the value may be nested as deeply as json reads, and have a few 100,000 numbers
     while left:
         one = left.pop()
         if isinstance(one, str):
             yield one
         elif isinstance(one, dict):
+            left.extend(one)
             left.extend(one.values())
         elif isinstance(one, list):
             left.extend(one)
 
 
-def _mapped(value: object, change: Callable[[str], str]) -> object:
-    """The JSON value with every string changed except the names of fields."""
+def _changed(fields: Mapping[str, object], change: Callable[[str], str], *, num_named: int) -> dict[str, object]:
+    """The object of JSON values with every string changed. num_named: outermost levels of objects whose keys are read by the template and
+    stay."""
+    return {
+        key if num_named else change(key): _mapped(value, change, max(0, num_named - 1))
+        for key, value in fields.items()
+    }
+
+
+def _mapped(value: object, change: Callable[[str], str], num_named: int) -> object:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    return [_mapped(item, change) for item in value] if isinstance(value, list) else value
+        return _changed(value, change, num_named=num_named)
+    return [_mapped(item, change, num_named) for item in value] if isinstance(value, list) else value

@@ -91,6 +91,8 @@ def call_format_of(tokenizer: Tokenizer) -> CallFormat | Tools:
 
 MARKS = ("<tool_call>", "<think>", "</think>")  # which may be tokens
 _DATA = ("const", "enum", "default", "examples")  # keywords of a schema whose values are no schemas
+# Keywords whose values are objects of schemas, with names as keys.
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 # As in rootward.engine.grammar.
 _GUIDANCE = {"whitespace_pattern": r"[ \t\r\n]{1,16}", "lenient": False, "coerce_one_of": False}
 
@@ -169,16 +171,20 @@ def _definitions(functions: Sequence[FunctionTool]) -> dict[str, Any]:
 
 
 def _moved(schema: Any, root: str) -> Any:
+    """The schema, or a list of schemas, with references to its root moved to `root`."""
     if isinstance(schema, list):
         return [_moved(item, root) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        key: root + value[1:]
-        if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else (value if key in _DATA else _moved(value, root))
-        for key, value in schema.items()
-    }
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[key] = root + value[1:]
+        elif key in _NAMED and isinstance(value, dict):
+            moved[key] = {name: _moved(item, root) for name, item in value.items()}
+        else:
+            moved[key] = value if key in _DATA else _moved(value, root)
+    return moved
 
 
 # -- Calls in a text ---------------------------------------------------------------------------------------------------

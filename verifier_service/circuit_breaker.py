@@ -14,7 +14,7 @@ from rootward.clock import Clock, SystemClock
 
 FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
 MAX_MISSES = 5  # rounds in a row whose tree did not arrive in time
-MAX_OFFENCES = 3  # malformed frames
+MAX_OFFENCES = 3  # malformed frames, or trees in a row that broke before a round verified a node
 READING_INTERVAL_S = 0.05  # of the `StallClock`
 MAX_READING_INTERVAL_S = 2 * READING_INTERVAL_S
 
@@ -36,6 +36,7 @@ class Breaker:
     rest_s: float = FIRST_REST_S
     misses: int = 0
     offences: int = 0
+    losses: int = 0  # trees that broke since a round verified nodes
 
     def state(self, now_s: float) -> CircuitState:
         if not self.opened:
@@ -56,7 +57,7 @@ class Breaker:
 
     def served(self) -> None:
         """A round verified nodes of it, so it is fast enough."""
-        self.misses, self.rest_s = 0, FIRST_REST_S
+        self.misses, self.losses, self.rest_s = 0, 0, FIRST_REST_S
 
     def missed(self, now_s: float, *, silent: bool) -> bool:
         """A round ran without its tree. True if the breaker opens now: only if the drafter is silent, not if it is merely slow."""
@@ -75,9 +76,18 @@ class Breaker:
         self._open(now_s)
         return True
 
+    def lost(self, now_s: float) -> bool:
+        """One of its trees broke: a step was lost, or its frames do not continue the tree. True if the breaker opens now."""
+        self.losses += 1
+        if self.losses < (1 if self.opened else MAX_OFFENCES):
+            return False
+        self._open(now_s)
+        return True
+
     def _open(self, now_s: float) -> None:
         self.opened, self.until_s = True, now_s + self.rest_s
-        self.rest_s, self.misses, self.offences = min(2 * self.rest_s, LONGEST_REST_S), 0, 0
+        self.rest_s = min(2 * self.rest_s, LONGEST_REST_S)
+        self.misses = self.offences = self.losses = 0
 
 
 class StallClock:

@@ -59,6 +59,7 @@ MEMORY = 0.2  # weight of the newest gain
 USELESS_PER_S = 8192
 NODES_AN_ANSWER = 32  # nodes or rows that take as long to read as the rest of an answer
 ANSWERS_A_FRAME = 16  # that take as long to read as a frame without any, which wakes the engine as well
+MAX_TEXT = 300  # characters that are kept or logged of a text of the drafter
 
 Budget = Callable[[Session, Draft], int | None]
 
@@ -247,14 +248,32 @@ class Link:
         """Record a round that ran without this tree (missed), or with it and committed `tokens`."""
         if not missed:
             self.breaker.served()
+            draft.empty_rounds = 0
             if tokens:
-                self.gain += (MEMORY if self.gain else 1.0) * (tokens - self.gain)
+                self._learn_gain(tokens)
             return
         draft.misses += 1
         if self.breaker.missed(time.monotonic(), silent=self.overdue(self.unanswered_since_s)):
             self._open_circuit("late")
         elif draft.misses >= MAX_MISSES and self.overdue(draft.unanswered_since_s):  # even if it serves other sessions
             self.orphan(draft.slot, "forgotten")
+
+    def record_empty(self, draft: Draft) -> bool:
+        """Record a round that found this tree at rest without a node. True if the tree is given up now.
+
+        Such a tree is of no use and does harm: rounds wait for it, and no local draft stands in. The decision reads only whether there were
+        any nodes at the roots of rounds that are over. At those roots nothing was drawn, so no draw decides it, and a drafter that sends
+        nothing could do so before. It takes effect between two rounds: what the coming commit may keep (below a predicted bonus token) is
+        dropped whole, on a ground that does not look below the new root (algorithms.md 6.1, L2 and L5)."""
+        self._learn_gain(1)
+        draft.empty_rounds += 1
+        if draft.empty_rounds < MAX_MISSES:
+            return False
+        self.orphan(draft.slot, "empty")
+        return True
+
+    def _learn_gain(self, tokens: int) -> None:
+        self.gain += (MEMORY if self.gain else 1.0) * (tokens - self.gain)
 
     def _open_circuit(self, reason: str) -> None:
         log.warning("drafter_circuit_open", drafter=self.name, reason=reason, until_s=self.breaker.until_s)
@@ -277,13 +296,15 @@ class Link:
                 async with aclosing(drafter.session(self._outbound())) as frames:
                     async for frame in frames:
                         self._receive(frame)
+                        if frame.ack is not None and frame.ack.refusal:
+                            break  # whatever follows is not read, such as more refusals
                         if pause_s := self._pause_s():
                             await asyncio.sleep(pause_s)
             except asyncio.CancelledError:
                 self.ack = None  # this end closes the stream: the drafter is not down
                 raise
             except ServiceError as error:
-                log.debug("drafter_stream_ended", drafter=self.name, error=str(error))
+                log.debug("drafter_stream_ended", drafter=self.name, error=str(error)[:MAX_TEXT])
             except MalformedFrame as error:  # of the stream, not of one tree
                 self._on_malformed(None, str(error))
             except Exception:  # no failure of a drafter may end the verifier
@@ -319,10 +340,11 @@ class Link:
             self._on_ack(frame.ack)
         if frame.load is not None:
             self._on_load(frame.load)
-        for need in frame.need_syncs:
-            self._useless += self.orphan(need.slot, "lost step") is None
+        # Rejects first: a drafter that has given a tree up asks to resynchronise it when the next commit arrives.
         for reject in frame.rejects:
             self._on_reject(reject)
+        for need in frame.need_syncs:
+            self._useless += self._on_broken(need.slot, "lost step") is None
         for grow in frame.grows:
             self._on_grow(grow)
         if not is_answer or self._useless > useless:
@@ -332,9 +354,9 @@ class Link:
     def _on_ack(self, ack: HelloAck) -> None:
         if self.ack is not None:
             raise MalformedFrame("ack: a second one on this stream")
-        self.refusal = ack.refusal
-        if ack.refusal:
-            log.error("pairing_refused", drafter=self.name, reason=ack.refusal)
+        self.refusal = ack.refusal[:MAX_TEXT]
+        if self.refusal:
+            log.error("pairing_refused", drafter=self.name, reason=self.refusal)
             return
         self.ack, self.draining, self._full_until_s, self._num_refusals = ack, False, 0.0, 0
         log.info("drafter_up", drafter=self.name, incarnation=ack.incarnation)
@@ -348,7 +370,7 @@ class Link:
     def _on_reject(self, reject: Reject) -> None:
         """A tree was refused: with a time, until then, jittered so that refused verifiers do not all retry at once; without one for good,
         because context or vocabulary do not fit."""
-        draft = self.orphan(reject.slot, reject.reason)
+        draft = self.orphan(reject.slot, reject.reason[:MAX_TEXT])
         self._useless += draft is None
         if not reject.retry_after_ms:
             if draft is not None:
@@ -378,9 +400,10 @@ class Link:
         if not (received.kept or received.stale or (grow.at_rest and current and not draft.at_rest)):
             self._useless += size  # nodes are bounded by the tree
         if draft.tree.broken:
-            self.orphan(grow.slot, received.reason)
+            self._on_broken(grow.slot, received.reason)
             return
-        self.breaker.grew()
+        if received.kept or received.stale:
+            self.breaker.grew()
         if more := len(draft.tree) - before:
             self._record_growth(draft, grow, more, current=current)
         if not draft.has_growth:  # the last tree that it was sent was accepted
@@ -406,12 +429,22 @@ class Link:
 
     def _on_malformed(self, slot: int | None, why: str) -> None:
         """A malformed frame: orphan its tree, if it names one; repeated ones open the circuit."""
-        log.warning("malformed_frame", drafter=self.name, error=why)
+        log.warning("malformed_frame", drafter=self.name, error=why[:MAX_TEXT])
         self._metrics.discarded.labels("malformed").inc()
         if slot is not None:
             self.orphan(slot, "malformed")
         if self.breaker.offended(time.monotonic()):
             self._open_circuit("quarantine")
+
+    def _on_broken(self, slot: int, reason: str) -> Draft | None:
+        """Drafter and verifier do not agree about the text or the nodes of a tree: orphan it. Repeated ones open the circuit, because each
+        session would send its whole text again. Returns its draft, None if the slot is closed already.
+
+        No correct drafter is the cause: a stream loses and reorders nothing, its end closes all its slots, and slots are not reused."""
+        draft = self.orphan(slot, reason)
+        if draft is not None and self.breaker.lost(time.monotonic()):
+            self._open_circuit("quarantine")
+        return draft
 
     def _on_stream_end(self) -> None:
         if self.ack is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
@@ -25,7 +25,7 @@ from rootward.ports import DEFAULT_POOL, Discovery, Drafter, Peer
 from verifier_service.circuit_breaker import CircuitState, StallClock
 from verifier_service.drafter_link import Budget, Link
 from verifier_service.link_metrics import LinkMetrics
-from verifier_service.placement import best_drafter, moves
+from verifier_service.placement import Move, best_drafter, moves
 from verifier_service.session import Draft, Session
 from verifier_service.settings import Shape
 
@@ -35,6 +35,7 @@ BALANCE_INTERVAL_S = 0.25  # jittered, so that verifiers do not all move session
 MAX_MOVES = 2  # per interval, to balance load
 MAX_URGENT_MOVES = 8  # per interval, while a drafter leaves
 MIN_TREE_AGE_S = 1.0  # younger trees are not moved to balance load
+FIRST_PAUSE, LONGEST_PAUSE = 16, 128  # tokens without a drafter that had no nodes; doubled until it has some
 MIN_TOKENS_LEFT = 8  # a session with fewer tokens to come is not moved: the prefill would not pay
 
 Dial = Callable[[str], AbstractAsyncContextManager[Drafter]]
@@ -182,25 +183,34 @@ class DrafterPool:
         pause_s = jittered(BALANCE_INTERVAL_S, self._hello().incarnation, self._num_balances)
         self._next_balance_s = now_s + pause_s if sessions else now_s  # the first session is counted at once
         self._give_up_silent_moves(sessions)
-        movable = [s for s in sessions if not s.done and s.next_draft is None and s.draft is not None]
-        for move in moves([link.view() for link in self.links], most=MAX_MOVES, most_urgent=MAX_URGENT_MOVES):
-            min_age_s = 0.0 if move.urgent else MIN_TREE_AGE_S
-            fitting = [
-                s
-                for s in movable
-                if s.draft is not None
-                and s.draft.link.name == move.source
-                and not s.draft.closed
-                and s.tokens_left >= MIN_TOKENS_LEFT
-                and now_s - s.draft.opened_s >= min_age_s
-                and _accepts(s, self._named(move.target))
-            ]
-            if fitting:
-                session = max(fitting, key=lambda s: s.tokens_left)
-                movable.remove(session)
-                session.next_draft = self._open(session, move.target)
-                self.num_moves += 1
-                log.debug("session_moves", source=move.source, target=move.target)
+        movable = self._movable(sessions, now_s)
+
+        def start(move: Move) -> bool:
+            """Start a move of the session with the most tokens to come; False if none may use the target."""
+            target, candidates = self._named(move.target), movable[move.source]
+            session = next((s for s in candidates if _accepts(s, target)), None)
+            if session is None:
+                return False
+            candidates.remove(session)
+            session.next_draft = target.open(session, self._shape)
+            self.num_moves += 1
+            log.debug("session_moves", source=move.source, target=move.target)
+            return True
+
+        moves([link.view() for link in self.links], most=MAX_MOVES, most_urgent=MAX_URGENT_MOVES, start=start)
+
+    @staticmethod
+    def _movable(sessions: Iterable[Session], now_s: float) -> defaultdict[str, list[Session]]:
+        """Sessions that may leave their drafter now, by its name, those with the most tokens to come first."""
+        movable: defaultdict[str, list[Session]] = defaultdict(list)
+        for session in sorted(sessions, key=lambda s: s.tokens_left, reverse=True):
+            draft = session.draft
+            if session.done or session.next_draft is not None or draft is None or draft.closed:
+                continue
+            min_age_s = 0.0 if draft.link.draining or draft.link.leaving else MIN_TREE_AGE_S
+            if session.tokens_left >= MIN_TOKENS_LEFT and now_s - draft.opened_s >= min_age_s:
+                movable[draft.link.name].append(session)
+        return movable
 
     def _give_up_silent_moves(self, sessions: Iterable[Session]) -> None:
         """Count a miss for each new drafter of a move that is overdue. No round waits for its tree, so rounds cannot count it."""
@@ -222,11 +232,11 @@ class DrafterPool:
                 draft.link.launch(session, draft)
 
     def commit(self, session: Session, tokens: Sequence[int], budget: Budget) -> None:
-        """Send committed tokens to the drafters of a session. The tree of a lost drafter is dropped: its nodes were verified once more. A
-        move is completed if the new drafter has sent growth.
+        """Send committed tokens, which the session's text ends with, to its drafters. The tree of a lost drafter is dropped: its nodes were
+        verified once more. A move is completed if the new drafter has sent growth.
 
         budget: most nodes of the next round, given the tree after the commit."""
-        draft, next_draft = self._connected(session, session.draft), self._connected(session, session.next_draft)
+        draft, next_draft = (self._usable(session, one, tokens) for one in (session.draft, session.next_draft))
         if draft is not None and next_draft is not None and next_draft.has_growth:
             draft.link.close(draft, "moved")
             draft = None
@@ -238,8 +248,13 @@ class DrafterPool:
         session.draft, session.next_draft = draft, next_draft
 
     @staticmethod
-    def _connected(session: Session, draft: Draft | None) -> Draft | None:
-        """The draft unless its drafter is gone. A drafter that has refused the session for good is not asked again."""
+    def _usable(session: Session, draft: Draft | None, tokens: Sequence[int]) -> Draft | None:
+        """The draft unless its drafter is gone, or cannot draft behind these committed tokens: a tree that does not grow would keep all
+        other drafts away. Nothing but the text decides this, so the tree may be dropped whole (algorithms.md 6.1, L5). A drafter that has
+        refused the session for good is not asked again."""
+        if draft is not None and not draft.closed and not _can_read(session, draft.link, tokens):
+            draft.link.close(draft, "text does not fit")
+            return None
         if draft is None or not draft.closed:
             return draft
         if draft.refused:
@@ -260,6 +275,13 @@ class DrafterPool:
         draft, current = session.draft, session.round
         if draft is not None and not draft.closed and (missed or num_nodes):
             draft.link.record_round(draft, missed=missed, tokens=tokens)
+            if num_nodes:
+                session.pauses.pop(draft.link.name, None)
+        elif draft is not None and not draft.closed and current.empty and draft.link.record_empty(draft):
+            # Not for ever: a look-up that finds nothing in new text may find much once the text repeats itself.
+            last, _ = session.pauses.get(draft.link.name, (0, 0))
+            pause = min(2 * last, LONGEST_PAUSE) or FIRST_PAUSE
+            session.pauses[draft.link.name] = pause, len(session.tokens) + pause
         if not session.drafts:
             return
         demand, seconds = self.demand[self._pool_of(session)], time.monotonic() - current.committed_s
@@ -288,15 +310,23 @@ def _accepts(session: Session, link: Link) -> bool:
     """Whether the session may be placed there now: a head drafts from features, which the target's next step brings."""
     if link.takes_features and (session.features is None or session.features.before(len(session.tokens), 1) is None):
         return False
-    return _fits(session, link)
+    _, pause_end = session.pauses.get(link.name, (0, 0))
+    return len(session.tokens) >= pause_end and _fits(session, link)
 
 
 def _fits(session: Session, link: Link) -> bool:
-    """Whether the drafter may serve the session: it has not refused it for good, the request does not name another pool, and the drafter
-    supports its draft mode."""
+    """Whether the drafter may serve the session: it has not refused it for good and can read its text, the request does not name another
+    pool, and the drafter supports its draft mode."""
     return (
         link.name not in session.unfit
         and session.request.speculation.drafter in ("", link.pool)
         and session.uses_drafters
         and link.supports(session.draft_mode)
+        and _can_read(session, link)
     )
+
+
+def _can_read(session: Session, link: Link, tokens: Sequence[int] = ()) -> bool:
+    """Whether a node behind the session's text lies within the drafter's context, and the last tokens of it are in its vocabulary."""
+    ack = link.ack
+    return ack is not None and len(session.tokens) + 1 < ack.max_positions and max(tokens, default=0) < ack.vocab_size

@@ -77,4 +77,4 @@ class LinkMetrics:
 
 
 # Label values. Reasons that a drafter gives are unbounded, and are counted as "refused".
-REASONS = ("lost step", "stream lost", "malformed", "gap", "stale_base", "late", "forgotten", "quarantine")
+REASONS = ("lost step", "stream lost", "malformed", "gap", "stale_base", "late", "forgotten", "empty", "quarantine")

@@ -1,8 +1,9 @@
-"""Placement of sessions on drafters: which drafter a session is given, and which sessions move. Pure functions of `DrafterView`."""
+"""Placement of sessions on drafters: which drafter a session is given, and which sessions move. Functions of `DrafterView` alone,
+except that `moves` is told which pairs of drafters no session fits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 CROWDED_SHARE = 0.5  # sessions leave a drafter from this share of its capacity on,
@@ -73,42 +74,54 @@ def best_drafter(views: Sequence[DrafterView]) -> str | None:
     return None if best is None else best.name
 
 
-def moves(views: Sequence[DrafterView], *, most: int, most_urgent: int) -> list[Move]:
-    """Moves to start now: first away from drafters that leave (most_urgent), then from crowded to emptier drafters (most)."""
+def moves(
+    views: Sequence[DrafterView], *, most: int, most_urgent: int, start: Callable[[Move], bool] = lambda move: True
+) -> list[Move]:
+    """The moves started: first away from drafters that leave (most_urgent), then from crowded to emptier drafters (most).
+
+    start: starts a move, or returns False because no session of the source may use the target; then the next best pair is tried.
+    """
     found: list[Move] = []
     state = {v.name: v for v in views}
     for name in [v.name for v in views if v.leaving]:
+        targets = [v.name for v in views if not v.leaving]
         while len(found) < most_urgent and state[name].own > 0:
-            target = best_drafter([v for v in state.values() if not v.leaving])
+            target = best_drafter([state[other] for other in targets])
             if target is None:
                 break
-            found.append(_moved(state, name, target, urgent=True))
+            move = Move(name, target, urgent=True)
+            if start(move):
+                found.append(_moved(state, move))
+            else:
+                targets.remove(target)
     for _ in range(most):
-        pair = _most_imbalanced(list(state.values()))
-        if pair is None:
+        balancing = next((move for move in _balancing(state.values()) if start(move)), None)
+        if balancing is None:
             break
-        found.append(_moved(state, *pair))
+        found.append(_moved(state, balancing))
     return found
 
 
-def _most_imbalanced(views: Sequence[DrafterView]) -> tuple[str, str] | None:
-    """(the fullest crowded drafter, the emptiest drafter) if their loads differ by more than the hysteresis, else None."""
-    sources = [v for v in views if v.own > 0 and v.fresh and not v.leaving and _crowded(v)]
-    targets = [v for v in views if v.room > 0 and v.fresh and not v.leaving]
-    if not sources or not targets:
-        return None
-    source, target = max(sources, key=lambda v: v.share), min(targets, key=lambda v: v.share)
-    scaled = target.share * source.capacity  # sessions of the target, scaled to the capacity of the source
-    return (source.name, target.name) if source.used > IMBALANCE_FACTOR * scaled + IMBALANCE_MARGIN else None
+def _balancing(views: Iterable[DrafterView]) -> Iterator[Move]:
+    """Moves from crowded drafters, the fullest first, to others, the emptiest first, whose loads differ by more than the hysteresis."""
+    remaining = [v for v in views if v.fresh and not v.leaving]
+    sources = sorted((v for v in remaining if v.own > 0 and _crowded(v)), key=lambda v: v.share, reverse=True)
+    targets = sorted((v for v in remaining if v.room > 0), key=lambda v: v.share)
+    for source in sources:
+        for target in targets:
+            scaled = target.share * source.capacity  # sessions of the target, scaled to the capacity of the source
+            if source.used <= IMBALANCE_FACTOR * scaled + IMBALANCE_MARGIN:
+                break  # the other targets are fuller
+            yield Move(source.name, target.name)
 
 
 def _crowded(view: DrafterView) -> bool:
     return view.share >= CROWDED_SHARE or view.queue_s > CROWDED_QUEUE_S
 
 
-def _moved(state: dict[str, DrafterView], source: str, target: str, *, urgent: bool = False) -> Move:
+def _moved(state: dict[str, DrafterView], move: Move) -> Move:
     """A move, applied to `state`."""
-    a, b = state[source], state[target]
-    state[source] = replace(a, used=a.used - 1, own=a.own - 1)
-    state[target] = replace(b, used=b.used + 1, own=b.own + 1, room=b.room - 1)
-    return Move(source, target, urgent)
+    a, b = state[move.source], state[move.target]
+    state[a.name] = replace(a, used=a.used - 1, own=a.own - 1)
+    state[b.name] = replace(b, used=b.used + 1, own=b.own + 1, room=b.room - 1)
+    return move

@@ -161,6 +161,8 @@ class Rounds:
         current.launched_s = time.monotonic()
         current.missed = draft is not None and not draft.at_rest and bool(current.max_nodes) and not num_nodes
         current.stalled = current.missed and draft is not None and (draft.has_growth or session.required)
+        at_rest = draft is not None and draft.at_rest and not draft.closed
+        current.empty = at_rest and bool(current.max_nodes) and not num_nodes
         partial = current.launch_immediately and num_nodes > 0
         current.observed_nodes = min(current.target_nodes, num_nodes) if partial else current.target_nodes
 

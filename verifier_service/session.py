@@ -93,6 +93,7 @@ class Draft:
     refused              for good: the context or the vocabulary of the drafter does not fit
     unanswered_since_s   on the `stall_clock` of the link: time of the oldest message that growth must answer; None: none
     misses               rounds without this tree since that time
+    empty_rounds         rounds since the last one with nodes of it that found it at rest without a node
     wanted               nodes that the drafter was asked for; 0: as many as the tree was opened with
     rerooted_s           time of the last commit
     last_growth_s        time of the last growth that a round could verify
@@ -112,6 +113,7 @@ class Draft:
     opened_s: float = 0.0
     unanswered_since_s: float | None = None
     misses: int = 0
+    empty_rounds: int = 0
     wanted: int = 0
     rerooted_s: float = 0.0
     last_growth_s: float = 0.0
@@ -129,6 +131,7 @@ class PresentRound:
     launch_immediately  with the nodes that the last commit kept
     missed              it was launched without a node of its drafter, though it might have had some
     stalled             it is missed, and had waited for its drafter
+    empty               it was launched without a node of its drafter, which had none to send
     had_prefill         a prefill ran during this round
     committed_s         time of the last commit
     launched_s          time of the launch after it
@@ -142,6 +145,7 @@ class PresentRound:
     launch_immediately: bool = False
     missed: bool = False
     stalled: bool = False
+    empty: bool = False
     had_prefill: bool = False
     committed_s: float = 0.0
     launched_s: float = 0.0
@@ -186,6 +190,8 @@ class Session:
     local: LocalDraft | None = None  # that of the present round
     features: TextFeatures | None = None  # kept while a drafter with a head may draft for it
     unfit: set[str] = field(default_factory=set)  # names of drafters that can never draft for it
+    # By name, drafters that had no nodes for it: (tokens of the pause, length of the text at which it ends).
+    pauses: dict[str, tuple[int, int]] = field(default_factory=dict)
     statistics: Statistics = field(default_factory=Statistics)  # of rounds of its kind
 
     round: PresentRound = field(default_factory=PresentRound)

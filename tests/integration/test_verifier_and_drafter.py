@@ -22,7 +22,7 @@ from support.services import (
 )
 from support.tabular import perturbed
 
-from rootward.core.frames import FromDrafter, Grow, HelloAck, ToDrafter
+from rootward.core.frames import FromDrafter, Grow, HelloAck, NeedSync, ToDrafter
 from rootward.core.requests import DraftMode, FinishReason, Rule, SpeculationMode, Stopping
 from rootward.engine.tabular import TabularModel
 from rootward.errors import (
@@ -267,7 +267,7 @@ class Liar:
     """A drafter that answers the handshake and then sends one kind of nonsense for ever."""
 
     def __init__(self, kind: str) -> None:
-        self.kind = kind
+        self.kind, self.num_opens = kind, 0
 
     async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncIterator[FromDrafter]:
         yield FromDrafter(ack=HelloAck("liar", 1, "", 5, 4096, tuple(DraftMode), 8, 64))
@@ -275,7 +275,11 @@ class Liar:
             if self.kind == "dies":
                 return
             for o in frame.opens:
-                yield FromDrafter(grows=(self._grow(o.slot, len(o.prefix)),))
+                self.num_opens += 1
+                if self.kind == "need sync":
+                    yield FromDrafter(need_syncs=(NeedSync(o.slot, 0, 0),))
+                else:
+                    yield FromDrafter(grows=(self._grow(o.slot, len(o.prefix)),))
 
     def _grow(self, slot: int, length: int) -> Grow:
         column = lambda *values: np.array(values, dtype=np.int64)  # noqa: E731
@@ -294,6 +298,18 @@ async def test_a_lying_drafter_costs_nothing_but_its_trees(kind: str) -> None:
         assert tokens == greedy_text(target, (1, 2, 3), 40)
 
 
+@pytest.mark.parametrize("kind", ["gap", "foreign hash", "need sync"])
+async def test_a_drafter_whose_trees_all_break_is_asked_a_few_times_only(kind: str) -> None:
+    """Not by each session in each step, with its whole text."""
+    target, _ = tabular_pair()
+    liar = Liar(kind)
+    async with verifier_of(target, {"liar": liar}, draft_wait_ms=20) as verifier:
+        await until(lambda: verifier.pool.up)
+        await asyncio.gather(*(collect(verifier, request(f"r{i}", max_tokens=100)) for i in range(4)))
+        assert verifier.pool.links[0].breaker.opened
+    assert liar.num_opens < 20  # the circuit is tested after 1, 2, 4, ... seconds
+
+
 async def test_a_drafter_with_a_shorter_context_stops_growing_and_generation_continues() -> None:
     target, _ = tabular_pair()
     draft = TabularModel(5, seed=1, noise=0.3, noise_seed=2, max_positions=24)
@@ -302,6 +318,24 @@ async def test_a_drafter_with_a_shorter_context_stops_growing_and_generation_con
         assert tokens == greedy_text(target, (1, 2, 3), 60)
         assert last.finish.stats.num_spec_steps > 0
         await assert_at_rest(system)
+
+
+@pytest.mark.parametrize("second", [False, True])
+async def test_a_text_that_outgrows_its_drafter_is_drafted_by_another_or_by_the_verifier(second: bool) -> None:
+    target, draft = tabular_pair(sharpness=6.0)  # its greedy text soon repeats itself
+    short = TabularModel(5, seed=1, noise=0.3, noise_seed=2, max_positions=24)
+    first, longer = (
+        drafter_of(short),
+        drafter_of(draft, incarnation=8, capacity=4),
+    )  # the one with more room is taken first
+    drafters = {"short": first, "long": longer} if second else {"short": first}
+    async with first, longer, verifier_of(target, drafters, local_draft="ngram") as verifier:
+        await until(lambda: len(verifier.pool.up) == len(drafters))
+        running = asyncio.create_task(collect(verifier, request(temperature=0.0, max_tokens=120)))
+        await until(lambda: first.grower.trees)
+        tokens, last = await running
+        assert tokens == greedy_text(target, (1, 2, 3), 120)
+        assert last.finish.stats.drafter == ("long" if second else "ngram")
 
 
 async def test_vocabularies_that_differ_are_refused_and_the_verifier_decodes_plainly() -> None:

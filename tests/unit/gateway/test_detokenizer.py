@@ -9,6 +9,11 @@ from gateway.detokenizer import _MOVE_ANYWAY_AT, Detokenizer
 
 TEXTS = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("ab 😀👨‍👩‍👧é́ह日")), max_size=60)
 
+# Characters of one byte, of several, and U+FFFD itself, which looks like a broken byte.
+LONG_TEXTS = st.lists(
+    st.sampled_from(["\n", "\t", "a", "b ", "the cat ", "é", "日", "✅", "😀", "\ufffd" * 4 + "a"]), max_size=120
+)
+
 
 def pieces(tokenizer, ids, context=(), **options):
     stream = tokenizer.detokenizer(context, **options)
@@ -20,6 +25,56 @@ def pieces(tokenizer, ids, context=(), **options):
 def test_random_bytes_equal_the_full_decode(ids):
     tokenizer = byte_level()
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level, sentence_piece])
+@given(LONG_TEXTS.map("".join))
+@example(
+    "a" * 20 + "\n✅ ab"
+)  # the window moves inside the character, whose first byte turns the line break into a mark
+@example("\ufffd" * 4 + "abababab")
+@settings(max_examples=200, deadline=None)
+def test_long_texts_equal_the_full_decode(tokenizer, text):
+    ids = tokenizer().encode(text)
+    assert "".join(pieces(tokenizer(), ids)) == tokenizer().decode(ids)
+
+
+@pytest.mark.parametrize("end", ["\n✅ ab", "\t\n日 ab", "é\n日\n😀\nab", "\n\ufffd\n日ab"])
+@pytest.mark.parametrize("length", range(70))
+def test_a_line_break_before_the_bytes_of_a_character_is_returned_once(end, length):
+    """A byte-fallback decoder writes both as marks until the character is whole; the window has any length at that time."""
+    tokenizer = sentence_piece()
+    text = "a" * length + end
+    assert "".join(pieces(tokenizer, tokenizer.encode(text))) == text
+
+
+def is_subsequence(text, of):
+    rest = iter(of)
+    return all(character in rest for character in text)
+
+
+@given(st.lists(st.sampled_from(["\n", "a", "b", "日", "✅" * 20, b"\x80", b"\xff" * 9, b"\x80" * 62]), max_size=60))
+@example([b"\xff" * 9, "✅" * 20, "a"])
+@example([b"\x80" * 62, "✅" * 20, "b", "b", "\n", "✅" * 20])
+@settings(max_examples=300, deadline=None)
+def test_broken_bytes_neither_repeat_nor_remove_other_text(parts):
+    """Whole characters next to broken bytes may become marks: the decoder writes a row of bytes with one that is broken as marks."""
+    tokenizer = sentence_piece()
+    first = tokenizer.encode("\n")[-1] - ord("\n")  # id of the byte 0
+    ids = []
+    for part in parts:  # a text without the blank that `encode` puts before it, which would end a row of bytes
+        ids += tokenizer.encode(part)[1:] if isinstance(part, str) else [first + byte for byte in part]
+    shown, least = ("".join(text).replace("\ufffd", "") for text in (pieces(tokenizer, ids), tokenizer.decode(ids)))
+    assert is_subsequence(least, shown)
+    assert is_subsequence(shown, "".join(part for part in parts if isinstance(part, str)))
+
+
+@pytest.mark.parametrize("prompt", ["", "日", "the cat日"])
+def test_a_broken_byte_is_one_mark_and_nothing_of_the_text_before_it(prompt):
+    tokenizer = sentence_piece()
+    before, (part, *rest) = tokenizer.encode(prompt), tokenizer.encode("a✅")[-3:]
+    assert "".join(pieces(tokenizer, [part, *tokenizer.encode("a")], before)) == "\ufffd a"
+    assert "".join(pieces(tokenizer, [part, *rest, part], before)) == "✅\ufffd"
 
 
 @given(TEXTS, st.integers(0, 30))
@@ -97,6 +152,19 @@ def test_the_window_stays_short():
     stream = Detokenizer(decode)
     broken = tokenizer.encode("é")[0:1] * 300  # bytes that never become a character
     for token in [*tokenizer.encode("the stop string " * 50), *broken]:
+        stream.push(token)
+    assert decode.longest <= _MOVE_ANYWAY_AT
+
+
+@pytest.mark.parametrize(
+    "text", ["日本" * 200, "\n日" * 200, "\ufffd" * 200, "a" * 20 + "\ufffd" * 200 + "the cat " * 50]
+)
+def test_the_window_stays_short_in_rows_of_bytes(text):
+    tokenizer = sentence_piece()
+    decode = CountingDecode(tokenizer)
+    stream = Detokenizer(decode)
+    ids = tokenizer.encode(text)
+    for token in [*ids, *ids[-1:], *[tokenizer.encode("é")[-2]] * 300]:
         stream.push(token)
     assert decode.longest <= _MOVE_ANYWAY_AT
 

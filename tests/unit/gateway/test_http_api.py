@@ -450,6 +450,24 @@ async def test_too_few_tokens_have_one_message() -> None:
             assert told["message"] == f"max_tokens: {most} is below 1; ask for at least one token"
 
 
+async def test_only_requests_that_are_not_refused_count_in_the_histograms_of_parameters() -> None:
+    async with api() as (_, client):
+        for field, most in product(
+            ("max_tokens", "max_completion_tokens"), (10**309, 10**308, 10**308, -5, -(10**309))
+        ):
+            body = json.dumps({"prompt": "a", "n": 3, field: most})
+            refused = await client.post("/v1/completions", content=body)
+            assert refused.status_code == 400
+            told = refused.json()["error"]
+            assert told["param"] == "max_tokens"
+            assert told["code"] == ("context_length_exceeded" if most > 0 else "invalid_value")
+        accepted = await client.post("/v1/completions", json={"prompt": "a", "n": 2, "max_tokens": 50})
+        assert accepted.status_code == 200
+        counted = (await client.get("/metrics")).text.splitlines()
+    for line in ("max_tokens_count 2.0", "max_tokens_sum 100.0", "n_count 1.0", "n_sum 2.0"):
+        assert f"rootward_request_params_{line}" in counted
+
+
 async def test_store_names_the_endpoint_that_stores() -> None:
     async with api() as (_, client):
         for harmless in (False, None):

@@ -36,6 +36,37 @@ async def test_a_prompt_is_refused_by_its_characters_before_it_is_tokenised(prom
                 await call
 
 
+def chat_with(arguments, **template_kwargs):
+    """A conversation of 40 characters and those of the arguments and variables."""
+    call = {"id": "", "type": "function", "function": {"name": "", "arguments": arguments}}
+    return Chat(({"role": "", "content": "abcde", "tool_calls": [call]},), template_kwargs=template_kwargs)
+
+
+@pytest.mark.parametrize(
+    ("chat", "size"),
+    [
+        (chat_with({}), 40),
+        (chat_with({"k" * 55: "v" * 5}), 100),
+        (chat_with({"k" * 56: "v" * 5}), 101),
+        (chat_with({"a": [{"k" * 60: 1}]}), 101),
+        (chat_with({}, tools=[{"k" * 56: {}}]), 101),
+    ],
+)
+async def test_keys_are_counted_as_they_are_in_the_prompt_and_names_of_fields_of_messages_are_not(
+    chat, size, monkeypatch
+):
+    async with serving(max_prompt_characters=100, tenant_rate=Rate(0.001, 2)) as service:
+        monkeypatch.setattr(service.tokenizer_pool, "run", lambda *_: asyncio.sleep(0, (1,)))
+        if size > 100:
+            with pytest.raises(ContextLengthExceeded, match=f"messages: {size} characters are more than"):
+                await service.tokenize(chat)
+            return
+        await service.tokenize(chat, tenant="t")
+        if size > 64:  # costs two units
+            with pytest.raises(RateLimited):
+                await service.tokenize("x", tenant="t")
+
+
 async def test_without_a_setting_the_context_bounds_the_characters():
     async with serving() as service:
         with pytest.raises(ContextLengthExceeded, match="characters are more than"):
@@ -236,5 +267,13 @@ def test_texts_are_found_at_any_depth():
     value = "x"
     for _ in range(100_000):
         value = [{"key": value}, 1, None]
-    assert list(tokenizer.texts_in(value)) == ["x"]
-    assert sorted(tokenizer.texts_in({"a": ["b", {"c": "d"}], "e": 1.0, "f": "g"})) == ["b", "d", "g"]
+    assert sorted(tokenizer.texts_in(value)) == ["key"] * 100_000 + ["x"]
+    assert sorted(tokenizer.texts_in({"a": ["b", {"c": "d"}], "e": 1.0, "f": "g"})) == [
+        "a",
+        "b",
+        "c",
+        "d",
+        "e",
+        "f",
+        "g",
+    ]

@@ -12,11 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from tokenizers import Tokenizer as Fast
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 from unit.gateway.service_for_tests import IDS, TEXT, collect, grpc_serving, serving
-from unit.gateway.tokenizers_for_tests import byte_level
+from unit.gateway.tokenizers_for_tests import END, byte_level, sentence_piece
 from unit.gateway.verifier_for_tests import SpellingVerifier, logprob_of
 
-from gateway.answers import completion_logprobs, token_name
+from gateway.answers import completion_logprobs, round_object, token_name
 from gateway.app import build_app
 from gateway.detokenizer import Span
 from gateway.http_errors import invalid_body
@@ -25,7 +28,9 @@ from gateway.requests import GenerateRequest
 from gateway.response_schemas import ResponseRequest
 from gateway.sampling_defaults import recommended_sampling
 from gateway.schemas import ChatRequest, CompletionRequest
+from gateway.tokenizer import HuggingFaceTokenizer
 from rootward.client import AsyncClient, SamplingParams
+from rootward.client.types import Round
 from rootward.core.requests import Form, Sampling, Structure, TokenLogprob
 from rootward.errors import BadRequestError, ConfigurationError, InvalidRequest
 
@@ -45,10 +50,11 @@ WANTED = Sampling(**(SAMPLING | {"allowed_token_ids": (3, 5)}), logit_bias=((5, 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-async def post(service, body: dict[str, object]) -> httpx.Response:
+async def post(service, body: dict[str, object], path: str = "completions") -> httpx.Response:
     transport = httpx.ASGITransport(build_app(Models([service])), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
-        return await client.post("/v1/completions", content=json.dumps({"prompt": "a", "max_tokens": 50} | body))
+        fields = {"max_tokens": 50} | ({"prompt": "a"} if path == "completions" else {}) | body
+        return await client.post(f"/v1/{path}", content=json.dumps(fields))
 
 
 @pytest.mark.parametrize(("depth", "told"), [(100, "is nested 101 deep"), (20_000, "Recursion limit")])
@@ -288,8 +294,8 @@ def test_tokens_with_equal_texts_are_named_by_id() -> None:
     texts = {1: "x", 2: "x", 3: "\ufffd", 4: "y"}
 
     class Texts:
-        def decode(self, ids, *, skip_special_tokens=True):
-            return texts[ids[0]]
+        def token_text(self, token):
+            return texts[token]
 
         def token_bytes(self, token):
             return None
@@ -298,6 +304,126 @@ def test_tokens_with_equal_texts_are_named_by_id() -> None:
     told = completion_logprobs(spans, 10, partial(token_name, Texts()))
     assert told["top_logprobs"] == [{"x": -0.5, "token_id:2": -1.0, "token_id:3": -9999.0}]
     assert told["text_offset"] == [10]
+
+
+@pytest.mark.parametrize("tokenizer", [sentence_piece, byte_level])
+@pytest.mark.parametrize("text", ["the cat sat.", "the\ncat  sat", "the 日本 é😀 \ufffd cat"])
+def test_bytes_of_tokens_in_a_row_are_those_of_their_text(tokenizer, text) -> None:
+    """Also of blanks in front of words, which decoders drop from a token by itself, of bytes and of parts of characters."""
+    names = partial(token_name, tokenizer())
+    ids = tokenizer().encode(f"{text} a")
+    written = text if tokenizer is byte_level else f" {text}"  # SentencePiece writes a blank in front of a text
+    assert b"".join(bytes(names(i).bytes) for i in ids).decode() == f"{written} a"
+    whole = [name for name in map(names, ids) if not name.text.startswith("token_id:")]
+    assert [bytes(name.bytes).decode() for name in whole] == [name.text for name in whole]
+
+
+def test_names_of_sentence_piece_tokens() -> None:
+    pieces = sentence_piece()._tokenizer.get_vocab()
+    names = {piece: token_name(sentence_piece(), i) for piece, i in pieces.items()}
+    assert (names["▁the"].text, names["▁the"].bytes) == (" the", list(b" the"))
+    assert (names["▁"].text, names["▁"].bytes) == (" ", [32])
+    assert (names["s"].text, names["<0x0A>"].text, names[END].text) == ("s", "\n", END)
+    assert [names[f"<0x{byte:02X}>"].bytes for byte in range(256)] == [[byte] for byte in range(256)]
+    assert names["<0xE6>"].text == f"token_id:{pieces['<0xE6>']}"
+    beyond = token_name(sentence_piece(), 10**6)  # padding of the model's vocabulary
+    assert (beyond.text, beyond.bytes) == ("", [])
+
+
+def test_a_token_without_other_tokens_is_named_as_it_is_decoded() -> None:
+    """A vocabulary of bytes and special tokens has none that a token could be decoded behind."""
+    pieces = [END, *(f"<0x{byte:02X}>" for byte in range(256))]
+    fast = Fast(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True, unk_token=END))
+    fast.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=END))
+    names = [token_name(tokenizer, i) for i in (0, 1 + ord("a"), 1 + 0xE6)]
+    assert [(name.text, name.bytes) for name in names] == [
+        (END, list(END.encode())),
+        ("a", [97]),
+        (f"token_id:{1 + 0xE6}", [0xE6]),
+    ]
+
+
+def sentence_piece_ids(*pieces: str) -> list[int]:
+    return [sentence_piece()._tokenizer.get_vocab()[piece] for piece in pieces]
+
+
+@pytest.fixture
+def spelling_pieces(monkeypatch) -> None:
+    """The text of a verifier is the pieces of SentencePiece between its bars."""
+
+    class Pieces:
+        def encode(self, text):
+            return sentence_piece_ids(*text.split("|"))
+
+    monkeypatch.setattr("unit.gateway.verifier_for_tests.byte_level", Pieces)
+
+
+@pytest.mark.usefixtures("spelling_pieces")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "echo", "text"),
+    [
+        (("▁the", "▁cat"), False, " cat a b the.\n"),
+        (("▁the", "▁cat"), True, "the cat cat a b the.\n"),
+        ((END, "▁the"), True, f"{END} the cat a b the.\n"),
+        ((END,), False, "cat a b the.\n"),
+    ],
+)
+async def test_names_of_tokens_joined_are_the_text(prompt, echo, text, stream) -> None:
+    """Of a tokenizer whose decoder drops the first blank; at the beginning of the whole text it is in no name either."""
+    async with serving(SpellingVerifier(text="▁cat|▁|a|▁|b|▁the|.|<0x0A>")) as service:
+        service.tokenizer = sentence_piece()
+        body = {"prompt": sentence_piece_ids(*prompt), "echo": echo, "logprobs": 2, "stream": stream}
+        answer = await post(service, body)
+        events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+        choices = [json.loads(event)["choices"][0] for event in (events if stream else [answer.text])]
+        assert "".join(choice["text"] for choice in choices) == text
+        told = {name: [x for c in choices for x in c["logprobs"][name]] for name in choices[0]["logprobs"]}
+        tokens = told["tokens"][:-1]  # the last one ends the text and is not shown
+        assert "".join(tokens) == text
+        assert told["text_offset"][:-1] == [len("".join(tokens[:i])) for i in range(len(tokens))]
+        for token, top in zip(told["tokens"], told["top_logprobs"], strict=True):
+            assert top is None or token in top
+
+
+@pytest.mark.usefixtures("spelling_pieces")
+@pytest.mark.parametrize(
+    ("template", "content"), [("{{ messages[0].content }}", " the cat\n日 sat"), (END, "the cat\n日 sat")]
+)
+async def test_bytes_of_tokens_of_a_chat_joined_are_its_text(template, content) -> None:
+    """The second template writes no text before the answer."""
+    pieces = "▁the|▁cat|<0x0A>|<0xE6>|<0x97>|<0xA5>|▁sat"
+    async with serving(SpellingVerifier(text=pieces)) as service:
+        fast = sentence_piece()._tokenizer.backend_tokenizer
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=END, bos_token=END, chat_template=template)
+        service.tokenizer = HuggingFaceTokenizer(tokenizer)
+        body = {"messages": HELLO, "logprobs": True, "top_logprobs": 2}
+        choice = (await post(service, body, "chat/completions")).json()["choices"][0]
+        assert choice["message"]["content"] == content
+        entries = [(entry["token"], bytes(entry["bytes"])) for entry in choice["logprobs"]["content"]][:-1]
+        assert b"".join(spelled for _, spelled in entries) == content.encode()
+        assert [spelled.decode() for _, spelled in entries[:3]] == [token for token, _ in entries[:3]]
+        assert [spelled for _, spelled in entries[3:6]] == [b"\xe6", b"\x97", b"\xa5"]
+        told = choice["logprobs"]["content"]
+        assert all(e["bytes"] in [top["bytes"] for top in e["top_logprobs"]] for e in told)
+
+
+async def test_texts_of_tokens_that_tokenize_returns_have_their_blanks() -> None:
+    async with serving() as service:
+        service.tokenizer = sentence_piece()
+        ids = sentence_piece_ids("▁the", "▁", "<0x0A>", "s")
+        assert await service.token_texts(ids) == [" the", " ", "\n", "s"]
+
+
+def test_tokens_of_rounds_have_their_blanks() -> None:
+    tree, path = sentence_piece_ids("▁cat", "▁"), sentence_piece_ids("▁cat", "s")
+    told = round_object(Round(tuple(path), tuple(tree), (0, 0), (1,)), partial(token_name, sentence_piece()))
+    assert told == {
+        "nodes": [{"token": " cat", "parent": 0}, {"token": " ", "parent": 0}],
+        "path": [1],
+        "tokens": [" cat", "s"],
+    }
 
 
 async def test_no_stop_before_min_tokens() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -54,6 +55,27 @@ def test_pieces_of_any_size_give_the_parts_of_the_whole(parts, size, opened):
     begin = 0 if opened else (found := re.match(r"\s*<think>", text)) and found.end()
     thoughts, _, answer = ("", "", text) if begin is None else text[begin:].partition("</think>")
     assert read(text, size, opened=opened) == (thoughts, answer)
+
+
+@given(
+    st.lists(st.sampled_from(["", " ", "\n\n", "<", "th", "ink>", "<think>", " <think>a", "</th", "ink>b", "a"])),
+    st.booleans(),
+)
+def test_tokens_of_different_lengths_give_the_parts_of_the_whole(tokens, opened):
+    parser = ThoughtParser(opened=opened)
+    pieces = [*map(parser.push, tokens), parser.finish()]
+    assert tuple(map("".join, zip(*pieces, strict=True))) == read("".join(tokens), 1000, opened=opened)
+
+
+@pytest.mark.parametrize("end", ["<think>one</think>two", "two"])
+def test_blanks_before_the_text_take_time_in_proportion_to_their_number(end):
+    blanks = [" " * 32] * (1 << 15)
+    start_s = time.thread_time()
+    parser = ThoughtParser(opened=False)
+    pieces = [parser.push(text) for text in [*blanks, end]]
+    assert time.thread_time() - start_s < 1.0
+    assert pieces[-1] == (("one", "two") if end.startswith("<") else ("", "".join(blanks) + "two"))
+    assert set(pieces[:-1]) == {("", "")}
 
 
 @asynccontextmanager

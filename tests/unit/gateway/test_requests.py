@@ -23,6 +23,7 @@ from rootward.errors import ContextLengthExceeded, InvalidRequest, UnsupportedPa
         ),
         (GenerateRequest("a", max_tokens=256), ContextLengthExceeded, "max_tokens: 256 .* at most 255"),
         (GenerateRequest("a", max_tokens=0), InvalidRequest, "max_tokens: 0 is below 1"),
+        (GenerateRequest("a", max_tokens=-5, truncate_prompt=-1), InvalidRequest, "max_tokens: -5 is below 1"),
         (GenerateRequest((5, 999)), InvalidRequest, "prompt: 999 is no token of a vocabulary of 330"),
         (GenerateRequest("a", stop=("",)), InvalidRequest, "stop: '' is not 1 to"),
         (GenerateRequest("a", stop=("x",) * 17), InvalidRequest, "stop: 17 strings are more than 16"),

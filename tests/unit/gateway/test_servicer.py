@@ -90,6 +90,21 @@ async def test_a_refusal_has_rich_details():
         assert set(details) == {"ErrorInfo", "RequestInfo", "BadRequest"}
 
 
+async def test_a_number_of_tokens_that_is_refused_is_named_and_not_in_the_histogram():
+    async with grpc_serving() as (service, address):
+        for most in (0, 2**32 - 1):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stream(address, Request(text="a", stopping=generate_pb2.Stopping(max_tokens=most)))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert caught.value.details().startswith(f"max_tokens: {most} ")
+        await stream(address, Request(text="a", stopping=generate_pb2.Stopping(max_tokens=50)))
+        number, total = (
+            service.metrics.registry.get_sample_value(f"rootward_request_params_max_tokens_{of}")
+            for of in ("count", "sum")
+        )
+        assert (number, total) == (1, 50)
+
+
 async def test_cancelling_frees_everything():
     verifier = SpellingVerifier(delay_s=0.05)
     async with grpc_serving(verifier) as (service, address), grpc.aio.insecure_channel(address) as channel:

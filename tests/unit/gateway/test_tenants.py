@@ -183,6 +183,10 @@ class Slow:
         assert self.free.wait(20), "the loop stands still"
         return self.inner.decode(tokens, **options)
 
+    def token_text(self, token):
+        assert self.free.wait(20), "the loop stands still"
+        return self.inner.token_text(token)
+
 
 @pytest.mark.parametrize(
     "call",

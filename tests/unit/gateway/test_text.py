@@ -104,9 +104,9 @@ def test_special_tokens_are_added_only_when_asked():
     assert tokenizer.decode([10**6, *tokenizer.encode("ab")]) == "ab"  # padding of the vocabulary has no text
 
 
-def with_template(**options):
+def with_template(template=TEMPLATE, **options):
     fast = byte_level()._tokenizer.backend_tokenizer
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=END, chat_template=TEMPLATE)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=END, chat_template=template)
     return HuggingFaceTokenizer(tokenizer, **options)
 
 
@@ -129,6 +129,63 @@ def test_special_tokens_in_messages_are_text(said):
     assert end not in ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == f"<user>{said}<assistant>"
     assert end in with_template(special_tokens_in_messages=True).encode_chat(Chat(messages))
+
+
+# All that a conversation has, as JSON with its keys.
+JSON_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }}{{ t.function.parameters | tojson }}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    "{% if documents %}{{ documents | tojson }}{% endif %}{{ mood }}"
+)
+CUT_END = f"{END[0]}\ue000{END[1:]}"  # as a key of END is written inside
+
+
+def called(arguments):
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def tool_of(schema):
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [
+        Chat((called({END: "a"}),)),
+        Chat((called({"a": [{f"b{END}": {END: END}}]}),)),
+        Chat((called(f'{{"{END}": '),)),  # no JSON
+        Chat((called({END: 1, CUT_END: 2}),)),
+        Chat((called({}),), template_kwargs={"tools": [tool_of({"properties": {END: {"description": END}}})]}),
+        Chat((called({}),), template_kwargs={"tools": [tool_of({END: 1, CUT_END: 2})]}),
+        Chat((called({}),), template_kwargs={"documents": [{END: END}], "mood": END}),
+    ],
+    ids=["key", "inner", "text", "equal", "tool", "equal of tool", "variables"],
+)
+def test_special_tokens_in_keys_tools_and_variables_are_text(chat):
+    """Templates write arguments, tools and documents as JSON with their keys. No value of two keys that differ little is lost."""
+    tokenizer = with_template(JSON_TEMPLATE)
+    (end,) = tokenizer.encode(END)
+    ids = tokenizer.encode_chat(chat)
+    assert end not in ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.render_chat(chat)
+    assert END in tokenizer.render_chat(chat)
+    assert end in with_template(JSON_TEMPLATE, special_tokens_in_messages=True).encode_chat(chat)
+
+
+def test_special_tokens_that_spell_names_of_fields_do_not_hide_the_fields_from_the_template():
+    fast = Fast.from_str(byte_level()._tokenizer.backend_tokenizer.to_str())
+    names = ["content", "tool_calls", "function", "arguments", "mood"]
+    fast.add_special_tokens(names)
+    tokenizer = HuggingFaceTokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=END, chat_template=JSON_TEMPLATE)
+    )
+    chat = Chat((called({name: name for name in names}),), template_kwargs={"mood": "well"})
+    ids = tokenizer.encode_chat(chat)
+    assert not tokenizer.special_ids.intersection(ids)
+    assert tokenizer.decode(ids) == tokenizer.render_chat(chat)
+    assert '"arguments": "arguments"' in tokenizer.render_chat(chat)
 
 
 CONTROL = ("<s>", "</s>", "[INST]", "[/INST]", *(f"[control_{number}]" for number in range(760)))  # as Mistral's
@@ -156,9 +213,9 @@ def test_the_first_character_of_each_of_many_special_tokens_is_found(parts):
 
 def test_many_special_tokens_do_not_make_the_search_for_them_slow():
     """Each of them was compared at each character, with the interpreter lock: a long message stopped the gateway for seconds."""
-    messages = [{"role": "user", "content": "[INST" * 80_000}]
+    chat = Chat(({"role": "user", "content": "[INST" * 80_000},))
     start_s = time.process_time()
-    assert TOKENIZER_WITH_CONTROL._without_special_tokens(messages) == (messages, "")
+    assert TOKENIZER_WITH_CONTROL._without_special_tokens(chat) == (chat, "")
     assert time.process_time() - start_s < 0.5
 
 

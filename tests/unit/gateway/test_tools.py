@@ -1,6 +1,7 @@
 """Tool calls: found in texts however they are cut, forced by a schema, and told as OpenAI's clients expect them."""
 
 import json
+import re
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import pairwise
@@ -217,6 +218,71 @@ def test_the_schema_of_forced_calls():
     assert valid([call, {"name": "g", "arguments": {"x": "1"}}, deep])
     assert not valid([{"name": "g", "arguments": {"x": 1}}])
     assert not valid([{"name": "t", "arguments": {"next": [call]}}])
+
+
+SUB = {"$ref": "#/$defs/Sub"}
+NAMES = ("examples", "default", "enum", "const", "$ref", "properties", "$defs")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        lambda name: {"properties": {name: SUB}},
+        lambda name: {"properties": {name: {"type": "array", "items": SUB}}, "required": [name]},
+        lambda name: {"patternProperties": {re.escape(name): SUB}},
+        lambda name: {"properties": {name: {"$ref": f"#/$defs/{name}"}}, "$defs": {name: SUB}},
+        lambda name: {"properties": {name: {"$ref": f"#/definitions/{name}"}}, "definitions": {name: SUB}},
+        lambda name: {"properties": {"properties": {"properties": {name: SUB}}}},
+    ],
+    ids=["property", "items", "pattern", "$defs", "definitions", "inner"],
+)
+def test_references_below_properties_named_as_keywords_lead_to_definitions_of_their_own_function(name, parameters):
+    """Another function has the name of the definition. The compiler of forms agrees."""
+    schema = {"type": "object", "$defs": {}, "additionalProperties": False} | parameters(name)
+    schema["$defs"] = schema["$defs"] | {"Sub": {"type": "integer"}}
+    other = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    functions = [FunctionTool(name=n, parameters=p, strict=True) for n, p in (("f", schema), ("Sub", other))]
+    forced = forced_schema(functions, parallel=True)
+    valid, expected = jsonschema_rs.validator_for(forced).is_valid, jsonschema_rs.validator_for(schema).is_valid
+    written = grammar_of_choice(CallFormat.JSON, functions, parallel=True, output=None, marks=())
+    values = (1, "x", {"a": "x"}, [1], ["x"], [{"a": "x"}], {name: 1}, {name: "x"}, {name: {"a": "x"}})
+    texts = {}
+    for key in (name, "properties"):
+        for value in values:
+            fits = expected({key: value})
+            assert valid([{"name": "f", "arguments": {key: value}}]) is fits, (key, value)
+            texts[json.dumps({"name": "f", "arguments": {key: value}})] = fits
+    assert set(texts.values()) == {True, False}
+    forms = {
+        Structure(Form.JSON_SCHEMA, json.dumps(forced)): "[%s]",
+        Structure(Form.GRAMMAR, written): "%s",
+    }
+    for structure, form in forms.items():
+        for text, fits in texts.items():
+            assert fitting(structure, form % text) is fits, text
+
+
+def fitting(structure, text):
+    """Whether the text has this form."""
+    tokenizer, end = byte_level(), IDS[-1]
+    made = LLTokenizer(tokenizer.backend_json, n_vocab=tokenizer.num_ids, eos_token=[end])
+    matcher = Grammars(lambda: Vocabulary(made, tokenizer.num_ids, (end,))).matcher(structure)
+    if not matcher.advance(tokenizer.encode(text)):
+        return False
+    return bool(np.unpackbits(matcher.masks(root_only()), axis=1, bitorder="little")[0][end])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("keyword", ["properties", "patternProperties", "dependentSchemas", "dependencies", "$defs"])
+def test_references_move_and_data_that_looks_like_references_stays(keyword, name):
+    """`name` is a name below the keyword, and a keyword below the name."""
+    data = {"$ref": "#/$defs/Sub", "properties": {"enum": SUB}}
+    kept = {"const": data, "enum": [data], "default": data, "examples": [data]}
+    moved = {"$ref": "#/$defs/f/$defs/Sub"}
+    given, expected = ({keyword: {name: kept | {"items": [one]}}, "not": one} for one in (SUB, moved))
+    schema = forced_schema([FunctionTool(name="f", parameters=given)], parallel=True)
+    assert schema["$defs"] == {"f": expected}
 
 
 def with_tools(template=TEMPLATE):

@@ -58,3 +58,15 @@ def test_malformed_frames_open_the_circuit_for_long() -> None:
     breaker = Breaker()
     assert [breaker.offended(0.0) for _ in range(MAX_OFFENCES)] == [False] * (MAX_OFFENCES - 1) + [True]
     assert breaker.until_s == LONGEST_REST_S
+
+
+def test_trees_that_break_open_the_circuit_unless_a_round_has_verified_nodes_meanwhile() -> None:
+    breaker = Breaker()
+    for _ in range(10):
+        assert not any(breaker.lost(0.0) for _ in range(MAX_OFFENCES - 1))
+        breaker.grew()  # growth alone may never be used
+        breaker.served()
+    assert [breaker.lost(0.0) for _ in range(MAX_OFFENCES)] == [False] * (MAX_OFFENCES - 1) + [True]
+    assert breaker.until_s == FIRST_REST_S
+    assert breaker.lost(FIRST_REST_S)  # the one that tests it is enough
+    assert breaker.until_s == FIRST_REST_S + 2 * FIRST_REST_S

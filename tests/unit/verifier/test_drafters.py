@@ -11,6 +11,7 @@ from functools import reduce
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 from support.services import until
 
 from rootward.core.frames import (
@@ -27,13 +28,15 @@ from rootward.core.frames import (
     ToDrafter,
     extend_hash,
 )
+from rootward.core.living_tree import MalformedFrame
 from rootward.core.requests import DraftMode, Rule, Speculation, Stopping, VerifierRequest
 from rootward.core.rng import Key, Role
+from rootward.errors import Unavailable
 from rootward.ports import Peer
 from rootward.wire import drafter_codec
-from verifier_service.circuit_breaker import MAX_MISSES
-from verifier_service.drafter_link import ANSWERS_A_FRAME, USELESS_PER_S, Link
-from verifier_service.drafter_pool import DrafterPool
+from verifier_service.circuit_breaker import FIRST_REST_S, MAX_MISSES, MAX_OFFENCES, CircuitState
+from verifier_service.drafter_link import ANSWERS_A_FRAME, MAX_TEXT, USELESS_PER_S, Link
+from verifier_service.drafter_pool import FIRST_PAUSE, LONGEST_PAUSE, MAX_MOVES, MAX_URGENT_MOVES, DrafterPool
 from verifier_service.head_drafts import TextFeatures
 from verifier_service.session import Draft, Session, number_of
 from verifier_service.settings import Shape
@@ -430,6 +433,119 @@ def test_a_drafter_that_comes_is_used_by_running_sessions_within_a_second_and_on
     assert not old.drafts
 
 
+def in_pool(name: str, address: str) -> Link:
+    one = up(link(address), 16)
+    one.pool = name
+    heard_load(one, 0, 16)
+    return one
+
+
+def placed(at: Link, numbers: Iterable[int], **wish) -> list[Session]:
+    """Sessions that have a tree there."""
+    running = [session(number, DraftMode.TOP_K, **wish) for number in numbers]
+    for one in running:
+        opened(at, one)
+    return running
+
+
+def round_of_each(pool: DrafterPool, running: list[Session], *draining: Link) -> Callable[[], None]:
+    """A step in which all drafters report their load and send growth, and each session commits a token."""
+
+    def step() -> None:
+        for drafter in pool.links:
+            heard_load(drafter, len(drafter.drafts), 16, draining=drafter in draining)
+        pool.balance(running)
+        for one in running:
+            for draft in (one.draft, one.next_draft):
+                grown(draft.link, draft, 1) if draft is not None else None
+            pool.commit(one, (1,), every_node)
+
+    return step
+
+
+def without_pool(other: Link, running: list[Session]) -> None:
+    other.pool = "b"
+
+
+def without_draft_mode(other: Link, running: list[Session]) -> None:
+    other.ack = replace(other.ack, laws=(DraftMode.SAMPLED,))
+
+
+def without_features(other: Link, running: list[Session]) -> None:
+    other.ack = replace(other.ack, head=DraftHead("h", 2))
+
+
+def refused_for_good(other: Link, running: list[Session]) -> None:
+    for one in running:
+        one.unfit = {other.name}
+
+
+MISFITS = [without_pool, without_draft_mode, without_features, refused_for_good]
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_drain_ends_though_the_emptiest_drafter_fits_none_of_its_sessions(misfit, monkeypatch) -> None:
+    clock, d1, d2, d3 = Virtual(monkeypatch), *(in_pool("a", f"d{i}") for i in (1, 2, 3))
+    pool = pool_of(d1, d2, d3)
+    leaving, staying = placed(d1, range(3), drafter="a"), placed(d2, range(3, 6), drafter="a")
+    misfit(d3, leaving + staying)
+    assert clock.until(lambda: not d1.drafts, round_of_each(pool, leaving + staying, d1)) < 1.0
+    assert (len(d2.drafts), len(d3.drafts), pool.num_moves) == (6, 0, 3)
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_load_is_balanced_though_the_emptiest_drafter_fits_none_of_the_sessions(misfit, monkeypatch) -> None:
+    clock, d1, d2, d3 = Virtual(monkeypatch), *(in_pool("a", f"d{i}") for i in (1, 2, 3))
+    pool = pool_of(d1, d2, d3)
+    running = placed(d1, range(12), drafter="a") + placed(d2, [12], drafter="a")
+    misfit(d3, running)
+    clock.now_s += 10
+    assert clock.until(lambda: len(d1.drafts) == 7, round_of_each(pool, running)) < 2.0
+    assert (len(d2.drafts), len(d3.drafts)) == (6, 0)
+
+
+def test_load_is_balanced_though_the_sessions_of_the_fullest_drafter_fit_no_other(monkeypatch) -> None:
+    clock, only, d1, d2 = Virtual(monkeypatch), in_pool("b", "only"), in_pool("a", "d1"), in_pool("a", "d2")
+    pool = pool_of(only, d1, d2)
+    running = placed(only, range(16), drafter="b") + placed(d1, range(16, 28), drafter="a")
+    clock.now_s += 10
+    assert clock.until(lambda: len(d1.drafts) == 7, round_of_each(pool, running)) < 2.0
+    assert (len(only.drafts), len(d2.drafts)) == (16, 5)
+
+
+def test_in_one_look_each_session_of_a_drafter_that_drains_gets_one_that_it_fits() -> None:
+    d1, d2, d3 = in_pool("a", "d1"), in_pool("a", "d2"), in_pool("b", "d3")
+    pool = pool_of(d1, d2, d3)
+    bound, free = placed(d1, range(3), drafter="a"), placed(d1, range(3, 6))
+    others = placed(d2, range(6, 14), drafter="a")  # d3 is emptier, even with all that may go there
+    heard_load(d1, 6, 16, draining=True)
+    pool.balance(bound + free + others)
+    assert [one.next_draft.link.name for one in bound + free] == ["d2"] * 3 + ["d3"] * 3
+
+
+def test_moves_of_one_look_are_limited_over_all_drafters(monkeypatch) -> None:
+    """Drafters that nobody fits are tried first, and are not counted."""
+    clock = Virtual(monkeypatch)
+    leaving, full = [in_pool("a", f"leaving{i}") for i in range(3)], [in_pool("a", f"full{i}") for i in range(3)]
+    roomy, misfits = [in_pool("a", f"roomy{i}") for i in range(2)], [in_pool("b", f"misfit{i}") for i in range(3)]
+    pool = pool_of(*misfits, *leaving, *full, *roomy)
+    running = [
+        one
+        for i, drafter in enumerate(leaving + full)
+        for one in placed(drafter, range(12 * i, 12 * i + 12), drafter="a")
+    ]
+    clock.now_s += 10
+    for drafter in pool.links:
+        heard_load(drafter, len(drafter.drafts), 16, draining=drafter in leaving)
+    pool.balance(running)
+    moved = [one.draft.link for one in running if one.next_draft is not None]
+    assert pool.num_moves == len(moved) == MAX_URGENT_MOVES + MAX_MOVES
+    assert sum(drafter in leaving for drafter in moved) == MAX_URGENT_MOVES
+    assert all(one.next_draft.link in roomy for one in running if one.next_draft is not None)
+    pool.balance(running)
+    assert pool.num_moves == len(moved)  # the next look is later
+
+
 def test_a_session_that_ends_while_it_moves_leaves_neither_tree() -> None:
     pool, old, new, one = moving()
     pool.close(one, "ended")
@@ -594,3 +710,272 @@ def test_late_answers_of_an_honest_drafter_are_read_at_once() -> None:
     busy.close(draft, "ended")
     busy._receive(FromDrafter(grows=(replace(rests, slot=draft.slot),) * 4000))
     assert busy._pause_s() == 0
+
+
+# -- texts that outgrow a drafter ----------------------------------------------------------------------------------------
+
+
+def committed(pool: DrafterPool, one: Session, *tokens: int) -> None:
+    """A round of the session commits these tokens."""
+    one.tokens += tokens
+    pool.commit(one, tokens, every_node)
+
+
+def test_a_session_leaves_a_drafter_whose_context_its_text_fills() -> None:
+    """Its tree would be at rest without a node in each further round, and keep local drafts and other drafters away."""
+    short, long, one = up(link("short")), up(link("long"), 3), session()
+    short.ack = replace(short.ack, max_positions=8)
+    pool = pool_of(short, long)
+    pool.place([one])
+    committed(pool, one, 1, 2, 3, 4)
+    assert one.draft.link is short  # 6 tokens: a node would be the seventh, whose successor is within the context
+    committed(pool, one, 1)
+    assert (one.draft, short.drafts) == (None, {})
+    pool.place([one])
+    assert one.draft.link is long
+    later = session(2)
+    later.tokens = [1] * 7
+    long.ack = None
+    pool.place([later])
+    assert later.draft is None  # nor is its text sent where it cannot grow
+
+
+def test_a_session_whose_text_outgrows_its_drafter_takes_the_tree_that_it_moves_to() -> None:
+    pool, old, _, one = moving()
+    coming = one.next_draft
+    old.ack = replace(old.ack, max_positions=4)
+    committed(pool, one, 1)
+    assert (one.draft, one.next_draft, old.drafts) == (coming, None, {})
+
+
+def test_no_session_moves_to_a_drafter_whose_context_its_text_fills() -> None:
+    old, new, one = up(link("old")), up(link("new")), session(draft_mode=DraftMode.TOP_K)
+    pool = pool_of(old)
+    pool.place([one])
+    new.ack = replace(new.ack, max_positions=3)
+    pool.links.append(new)
+    heard_load(old, 1, draining=True)
+    heard_load(new, 0)
+    pool.balance([one])
+    assert one.next_draft is None
+
+
+def test_a_session_leaves_a_drafter_whose_vocabulary_lacks_a_token_of_its_text() -> None:
+    """Vocabularies of one tokenizer may be padded to different sizes. The drafter could only ask to resynchronise."""
+    busy, one = up(link()), session()
+    pool = pool_of(busy)
+    pool.place([one])
+    committed(pool, one, 1, 5)
+    assert (one.draft, busy.drafts) == (None, {})
+
+
+# -- drafters that answer without nodes ------------------------------------------------------------------------------------
+
+
+def useless_answer(draft: Draft, kind: str) -> FromDrafter:
+    """An answer that breaks the tree, though it is not malformed."""
+    if kind == "need sync":
+        return FromDrafter(need_syncs=(NeedSync(draft.slot, 0, 0),))
+    base_hash, first = (draft.tree.hash, draft.tree.next_id + 4) if kind == "gap" else (1, draft.tree.next_id)
+    column = np.array([0]), np.array([1]), np.array([False])
+    return FromDrafter(grows=(Grow(draft.slot, draft.tree.length, base_hash, first, *column),))
+
+
+def state(link: Link) -> CircuitState:
+    return link.breaker.state(time.monotonic())
+
+
+@pytest.mark.parametrize("kind", ["need sync", "gap", "foreign hash"])
+def test_a_drafter_that_breaks_each_tree_is_left_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each session would send its whole text again in each step."""
+    clock, busy, rests = Virtual(monkeypatch), up(link(), 64), []
+    other = opened(busy, session(99))
+    for number in range(MAX_OFFENCES):
+        assert busy.room > 0
+        draft = opened(busy, session(number))
+        busy._receive(useless_answer(draft, kind))
+        assert draft.closed
+    assert other.closed
+    for number in range(3):
+        rests.append(busy.breaker.until_s - clock.now_s)
+        assert busy.room == 0
+        clock.now_s = busy.breaker.until_s
+        assert busy.room == 1  # one session, to see
+        busy._receive(useless_answer(opened(busy, session(number)), kind))
+    assert rests == [FIRST_REST_S, 2 * FIRST_REST_S, 4 * FIRST_REST_S]
+
+
+def test_a_tree_that_breaks_now_and_then_is_forgiven_where_rounds_verify_nodes() -> None:
+    busy = up(link(), 64)
+    for number in range(5 * MAX_OFFENCES):
+        served, draft = opened(busy, session(number)), opened(busy, session(number + 100))
+        grown(busy, served)
+        busy.record_round(served, missed=False, tokens=2)
+        busy._receive(useless_answer(draft, "need sync"))
+    assert state(busy) is CircuitState.CLOSED
+
+
+def test_late_requests_to_resynchronise_are_no_offence() -> None:
+    """Of trees that the verifier has closed, and of streams that have ended."""
+    busy = up(link(), 64)
+    for number in range(5 * MAX_OFFENCES):
+        draft = opened(busy, session(number))
+        if number % 2:
+            busy.close(draft, "ended")
+        else:
+            busy._on_stream_end()
+            up(busy)
+        busy._receive(useless_answer(draft, "need sync"))
+        busy._receive(useless_answer(draft, "gap"))
+    assert state(busy) is CircuitState.CLOSED
+
+
+@pytest.mark.parametrize("retry_after_ms", [0, 1000])
+def test_a_tree_that_the_drafter_gave_up_while_its_commit_was_on_the_way_is_no_offence(retry_after_ms: int) -> None:
+    """Both answers may come in one frame."""
+    busy = up(link(), 64)
+    for number in range(MAX_OFFENCES):
+        draft = opened(busy, session(number))
+        reject = Reject(draft.slot, "fair share", retry_after_ms)
+        busy._receive(FromDrafter(need_syncs=(NeedSync(draft.slot, 0, 0),), rejects=(reject,)))
+        assert draft.closed
+        assert draft.refused is (retry_after_ms == 0)
+    assert state(busy) is CircuitState.CLOSED
+    assert (busy.room == 0) is (retry_after_ms > 0)
+
+
+def rests(link: Link, draft: Draft) -> None:
+    """The drafter says that no node comes."""
+    none = np.zeros(0, dtype=np.int64)
+    tree = draft.tree
+    grow = Grow(draft.slot, tree.length, tree.hash, tree.next_id, none, none, none.astype(bool), at_rest=True)
+    link._receive(FromDrafter(grows=(grow,)))
+
+
+def test_only_nodes_close_the_circuit_of_a_drafter_that_is_tested() -> None:
+    busy = up(link())
+    for number in range(MAX_OFFENCES):
+        busy._receive(useless_answer(opened(busy, session(number)), "gap"))
+    busy.breaker.until_s = 0.0
+    draft = opened(busy, session())
+    rests(busy, draft)
+    assert state(busy) is CircuitState.HALF_OPEN
+    grown(busy, draft)
+    assert state(busy) is CircuitState.CLOSED
+
+
+def empty_rounds(pool: DrafterPool, one: Session, num: int) -> None:
+    """Rounds whose trees are at rest without a node."""
+    for _ in range(num):
+        rests(one.draft.link, one.draft)
+        one.draft.link.pool, one.round.empty = next(iter(pool.demand)), True
+        pool.record_round(one, missed=False, num_nodes=0, tokens=1)
+        committed(pool, one, 1)
+
+
+def test_a_session_leaves_a_drafter_that_has_no_nodes_for_it_for_ever_longer_times() -> None:
+    """Its rounds would wait, and have no local draft."""
+    busy, one = up(link()), session()
+    busy.ack = replace(busy.ack, max_positions=4096)
+    pool, pauses = pool_of(busy), []
+    for _ in range(6):
+        pool.place([one])
+        assert one.draft is not None
+        empty_rounds(pool, one, MAX_MISSES - 1)
+        assert one.draft is not None
+        begun = len(one.tokens)
+        empty_rounds(pool, one, 1)
+        assert (one.draft, busy.drafts) == (None, {})
+        while one.draft is None:
+            committed(pool, one, 1)
+            pool.place([one])
+        pauses.append(len(one.tokens) - begun)
+    assert pauses == [min(FIRST_PAUSE * 2**i, LONGEST_PAUSE) for i in range(6)]
+
+
+def test_rounds_that_verify_nodes_end_the_count_of_empty_ones_and_shorten_the_next_pause() -> None:
+    busy, one = up(link()), session()
+    pool = pool_of(busy)
+    pool.place([one])
+    one.pauses["d"] = LONGEST_PAUSE, 0
+    for _ in range(3):
+        empty_rounds(pool, one, MAX_MISSES - 1)
+        one.round.empty = False
+        pool.record_round(one, missed=False, num_nodes=2, tokens=2)
+    assert one.draft is not None
+    empty_rounds(pool, one, MAX_MISSES)
+    assert one.draft is None
+    assert one.pauses["d"][0] == FIRST_PAUSE
+
+
+def test_a_drafter_without_nodes_is_not_taken_for_as_good_as_the_best() -> None:
+    """Values that are not known are assumed to be the best known ones."""
+    good, empty, one = up(link("good")), up(link("empty"), 64), session(1)
+    good.gain = 3.0
+    opened(good, session(3))
+    pool = pool_of(good, empty)
+    pool.place([one])
+    assert one.draft.link is empty
+    empty_rounds(pool, one, 1)
+    other = session(2)
+    pool.place([other])
+    assert other.draft.link is good
+
+
+# -- texts of a drafter ----------------------------------------------------------------------------------------------------
+
+
+class Refusing:
+    """A drafter that answers the handshake with many refusals."""
+
+    def __init__(self) -> None:
+        self.num_sent = 0
+        self.hung_up = asyncio.Event()
+
+    async def session(self, inbound) -> AsyncGenerator[FromDrafter, None]:
+        try:
+            for _ in range(10):
+                self.num_sent += 1
+                yield FromDrafter(replace(up(link()).ack, refusal="no" * (1 << 20)))
+        finally:
+            self.hung_up.set()
+
+
+async def test_a_refusal_ends_the_stream_and_is_logged_in_part() -> None:
+    drafter, busy = Refusing(), link()
+    with capture_logs() as lines:
+        reading = asyncio.create_task(busy.run(drafter))
+        await drafter.hung_up.wait()
+        await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+    assert drafter.num_sent == 1
+    assert [line["event"] for line in lines] == ["pairing_refused"]
+    assert len(lines[0]["reason"]) == len(busy.refusal) == MAX_TEXT
+
+
+@pytest.mark.parametrize("error", [Unavailable("x" * 10_000), MalformedFrame("x" * 10_000)])
+async def test_an_error_of_a_stream_is_logged_in_part(error: Exception) -> None:
+    class Failing:
+        async def session(self, inbound) -> AsyncGenerator[FromDrafter, None]:
+            yield FromDrafter()
+            raise error
+
+    busy = link()
+    with capture_logs() as lines:
+        reading = asyncio.create_task(busy.run(Failing()))
+        await until(lambda: lines)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+    assert [len(line["error"]) for line in lines] == [MAX_TEXT]
+
+
+async def test_the_reason_of_a_rejection_is_not_sent_back_at_full_size() -> None:
+    busy = up(link())
+    draft = opened(busy, session())
+    busy.flush()
+    await busy.send_buffer.take()
+    busy._receive(FromDrafter(rejects=(Reject(draft.slot, "x" * 10_000),)))
+    busy.flush()
+    (close,) = (await busy.send_buffer.take()).closes
+    assert len(close.reason) == MAX_TEXT

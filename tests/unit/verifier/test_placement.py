@@ -86,6 +86,16 @@ def test_sessions_of_a_leaving_drafter_stay_where_no_other_has_room() -> None:
     assert moves([view("a", 5, leaving=True), view("b", 3, room=0, leaving=True)], most=2, most_urgent=8) == []
 
 
+def test_pairs_that_no_session_fits_are_passed_over_and_not_counted() -> None:
+    views = [view("leaving", 5, leaving=True), view("misfit"), view("full", 16), view("fuller", 17, 17), view("a", 4)]
+
+    def start(move: Move) -> bool:
+        return "misfit" not in (move.source, move.target) and move.source != "fuller"
+
+    steps = moves(views, most=2, most_urgent=3, start=start)
+    assert steps == [Move("leaving", "a", urgent=True)] * 3 + [Move("full", "a")] * 2
+
+
 def test_three_verifiers_that_see_the_same_do_not_swing() -> None:
     """Each moves its own by the same loads, then all hear the new ones: it settles and stays."""
     held = {"old": [6, 5, 5], "new": [0, 0, 0]}

@@ -55,6 +55,21 @@ def test_growth_that_arrives_while_a_step_runs_changes_no_statistics(heard: bool
     assert (session.statistics.tokens(4) < before) is heard  # a wait in vain is a cost of trees
 
 
+@pytest.mark.parametrize("wanted", [0, 4])
+@pytest.mark.parametrize("kind", ["at rest", "growing", "orphan", "with a node"])
+def test_a_round_is_empty_if_a_tree_at_rest_had_no_node_for_it(kind: str, wanted: int) -> None:
+    """A tree that is not wanted rests without nodes as well, and so does that of a drafter that was lost."""
+    request = VerifierRequest("r", (1, 2), stopping=Stopping(9))
+    session = Session(1, request, Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset())
+    rounds = Rounds(verifier_settings(num_draft_tokens=16, draft_wait_ms=200), Pool(), {1: session})  # type: ignore[arg-type]  # all that is asked of it
+    session.round.max_nodes = session.round.target_nodes = wanted
+    draft = session.draft = Draft(None, 1, LivingTree(2, 0, vocab_size=5), has_growth=True)
+    draft.at_rest, draft.closed = kind != "growing", kind == "orphan"
+    rounds.on_launch(session, 1 if kind == "with a node" else 0)
+    draft.at_rest = not draft.at_rest  # what arrives while the step runs does not count
+    assert session.round.empty is (kind == "at rest" and wanted > 0)
+
+
 def test_the_last_rounds_of_a_request_are_not_what_is_usual() -> None:
     step_time = StepTime(dict.fromkeys((1, 2, 4, 8, 16), 1.0))
     wanted = VerifierRequest("r", (1, 2), stopping=Stopping(40))
