@@ -29,7 +29,7 @@ from benchmarks.results import save
 from benchmarks.services import address_of
 from rootward import demo
 from rootward.core.arrays import Floats, Ints
-from rootward.core.audit import ALPHA, RUN_LENGTH, Draws, Record, log_mean
+from rootward.core.audit import ALPHA, Draws, Record, log_mean
 from rootward.core.requests import DraftMode, Rule, Sampling, Speculation, SpeculationMode, Stopping, VerifierRequest
 from rootward.discovery.sources import StaticDiscovery
 from rootward.engine.loading import load_model
@@ -170,12 +170,11 @@ async def on_tables(num_draws: int) -> dict[str, Any]:
 
 
 def wealth(record: Record) -> dict[str, float]:
-    """Logarithms; alarms are raised at `alarm` and `detector_alarm`."""
+    """Logarithms; either wealth raises the alarm at `alarm`."""
     return {
         "log_wealth": record.log_wealth,
-        "alarm": math.log(1 / ALPHA),
-        "log_detector": log_mean(record.log_detector),
-        "detector_alarm": math.log(RUN_LENGTH),
+        "alarm": math.log(2 / ALPHA),
+        "log_late": log_mean(record.log_late),
     }
 
 

@@ -14,8 +14,12 @@ Ville's inequality P(M ever reaches 1/alpha | honest drafter) <= alpha.
     acceptance   1 + l (a(x) − m), a(y) = min(1, w·P(y)/Q(y)), m = Σ_y Q(y) a(y): the acceptance that a verdict computes
     set          v(h(x)) / Σ_y Q(y) v(h(y)), v(b) = (N_b + c) / (E_b + c) over hashed buckets of tokens, N past draws, E past expected mass
 
-A drafter that turns dishonest after a long honest time has spent the wealth of its strategies first. Beside M runs an e-detector (Shin,
-Ramdas, Rinaldo, "E-detectors", 2203.03532): R <- (R + 1) · factor, whose expected time to a false alarm is at least its threshold.
+A drafter that turns dishonest after a long honest time has spent the wealth of its strategies first. So beside M there is R, the mean of
+products that begin at the first, second, … observation: R_k = (R_{k−1} + 1/(k(k+1))) · factor. The weights of all beginnings add up to 1,
+so R never reaches 1/alpha either but with probability alpha: half of alpha is for M, half for R. (An e-detector, Shin, Ramdas, Rinaldo,
+2203.03532, gives each beginning the weight 1 and bounds the mean time to a false alarm only.)
+
+Deviations that cancel out on average over the draws (one way at even positions, the other way at odd ones) are not seen.
 
 Legend: n children in draw order, G tokens of a row, S strategies.
 """
@@ -44,8 +48,8 @@ STRATEGIES = (
 LOG_WEIGHTS: Floats = -np.log(5.0 * np.repeat([4, 4, 2, 4, 1], [4, 4, 2, 4, 1]))
 
 BUCKETS, PRIOR = 256, 20.0  # of the strategy "set"; prior: draws that a bucket starts with
-ALPHA = 1e-6  # probability that an honest drafter is ever caught by M
-RUN_LENGTH = 1e10  # rounds between false alarms of the e-detector, on average
+MEMORY = 12_800  # draws after which "set" has forgotten all but 1/e of what it saw: a late cheat would be hidden by a long honest time
+ALPHA = 1e-6  # probability that an honest drafter is ever caught
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,13 +111,16 @@ def bucket(ids: Ints) -> Ints:
 class Record:
     """The wealth of the strategies against one drafter. Logarithms; a restored record goes on where it was saved.
 
-    log_product   float64[S]  product of the factors of each strategy
-    log_detector  float64[S]  R of the e-detector, -inf before the first draw
-    num_draws     how many children were seen
+    log_product       float64[S]  product of the factors of each strategy
+    log_late          float64[S]  R of each strategy, -inf before the first draw
+    num_observations  with draws
+    num_draws         how many children were seen
+    drawn, expected   float64[BUCKETS]: N and E of the strategy "set"
     """
 
     log_product: Floats = field(default_factory=lambda: np.zeros(len(STRATEGIES)))
-    log_detector: Floats = field(default_factory=lambda: np.full(len(STRATEGIES), -np.inf))
+    log_late: Floats = field(default_factory=lambda: np.full(len(STRATEGIES), -np.inf))
+    num_observations: int = 0
     num_draws: int = 0
     drawn: Floats = field(default_factory=lambda: np.zeros(BUCKETS))
     expected: Floats = field(default_factory=lambda: np.zeros(BUCKETS))
@@ -125,9 +132,13 @@ class Record:
         favour = (self.drawn + PRIOR) / (self.expected + PRIOR)
         gain: Floats = np.log(factors(draws, favour)).sum(axis=0)
         self.log_product += gain
-        self.log_detector = np.logaddexp(self.log_detector, 0.0) + gain
+        self.num_observations += 1
+        weight = 1.0 / (self.num_observations * (self.num_observations + 1))
+        self.log_late = np.logaddexp(self.log_late, math.log(weight)) + gain
         self.num_draws += len(draws)
-        where = bucket(draws.ids)
+        where, kept = bucket(draws.ids), math.exp(-len(draws) / MEMORY)
+        self.drawn *= kept
+        self.expected *= kept
         self.drawn += np.bincount(where[np.arange(len(draws)), draws.column], minlength=BUCKETS)
         self.expected += np.bincount(where.ravel(), weights=draws.q.ravel(), minlength=BUCKETS)
         return gain
@@ -138,12 +149,10 @@ class Record:
         return log_mean(self.log_product)
 
     def caught(self, num_drafters: int = 1, alpha: float = ALPHA) -> str:
-        """The strategy with the largest wealth if one of the tests raises an alarm, else "". num_drafters: how many are audited."""
-        detector = log_mean(self.log_detector)
-        if self.log_wealth >= math.log(num_drafters / alpha):
-            return STRATEGIES[int(np.argmax(LOG_WEIGHTS + self.log_product))]
-        if detector >= math.log(num_drafters * RUN_LENGTH):
-            return STRATEGIES[int(np.argmax(LOG_WEIGHTS + self.log_detector))]
+        """The strategy with the largest wealth if M or R raises an alarm, else "". num_drafters: how many are audited."""
+        for log_wealth in (self.log_product, self.log_late):
+            if log_mean(log_wealth) >= math.log(2 * num_drafters / alpha):
+                return STRATEGIES[int(np.argmax(LOG_WEIGHTS + log_wealth))]
         return ""
 
 

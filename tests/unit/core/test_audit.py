@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.cheats import drawn_by
 
 from rootward.core import audit
-from rootward.core.audit import BUCKETS, STRATEGIES, Draws, Record, factors, joined
+from rootward.core.audit import BUCKETS, STRATEGIES, Draws, Record, factors, joined, log_mean
 
 WEIGHTS = st.lists(st.sampled_from([0, 1, 1, 2, 3, 7, 65535]), min_size=1, max_size=7).filter(any)
 
@@ -103,8 +103,38 @@ def test_cheats_are_detected(cheat):
     assert np.median(found) <= CHEATS[cheat]
 
 
-def test_a_drafter_that_turns_dishonest_is_detected_by_the_e_detector():
-    """Long honesty spends the wealth of the strategies; the e-detector starts afresh."""
+def test_honest_drafters_are_rarely_accused_however_often_they_are_observed():
+    """By M or R. An e-detector, in which each beginning has the weight 1, would accuse most of them."""
+    alpha, runs, alarms, by_detector = 0.05, 300, 0, 0
+    for seed in range(runs):
+        rng, record, accused = np.random.default_rng([seed, 4]), Record(), False
+        detector, largest = np.full(len(STRATEGIES), -np.inf), -np.inf
+        for _ in range(150):
+            gain = record.observe(drawn_by("honest", rng, 16))
+            accused |= bool(record.caught(alpha=alpha))
+            detector = np.logaddexp(detector, 0.0) + gain
+            largest = max(largest, log_mean(detector))
+        alarms += accused
+        by_detector += largest >= math.log(2 / alpha)
+    assert alarms <= alpha * runs
+    assert by_detector > runs / 2
+
+
+def test_a_favoured_set_is_detected_after_a_long_honest_time():
+    found = []
+    for seed in range(3):
+        rng, record = np.random.default_rng([seed, 9]), Record()
+        while record.num_draws < 100_000:
+            record.observe(drawn_by("honest", rng, 256))
+        honest = record.num_draws
+        while not record.caught() and record.num_draws - honest < 20_000:
+            record.observe(drawn_by("boost:0.1", rng, 256))
+        found.append(record.num_draws - honest)
+    assert np.median(found) <= 8_000
+
+
+def test_a_drafter_that_turns_dishonest_is_detected_by_products_that_begin_later():
+    """Long honesty spends the wealth of the strategies."""
     rng, record = np.random.default_rng(3), Record()
     for _ in range(400):
         observed(record, "honest", rng, 50)
