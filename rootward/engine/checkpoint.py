@@ -54,13 +54,13 @@ def read_network(
         network, found = AutoModelForCausalLM.from_pretrained(
             path_or_name, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
-    _check_complete(path_or_name, found)
+    check_complete(path_or_name, found)
     if group is None and "device_map" not in options:
         network = network.to(device)
     return network if adapter is None else _merged(network, adapter, group)
 
 
-def _check_complete(path_or_name: str, found: dict[str, Any]) -> None:
+def check_complete(path_or_name: str, found: dict[str, Any]) -> None:
     """ConfigurationError if the network has weights that are not those of the checkpoint: transformers draws them at random.
 
     found: its report of the reading."""
@@ -151,7 +151,8 @@ def cpu_dtype(path_or_name: str) -> tuple[str, str]:
 
 
 def fingerprint(network: Any, adapter: str | None = None) -> str:
-    """sha256 over the configuration, over name, shape, type and 64 values of every weight, and over the adapter's files.
+    """sha256 over the configuration, over name, shape, type and 64 values of every weight, in buffers too, where quantised layers have
+    them, and over the adapter's files.
 
     The same in every process, with or without tensor parallelism.
     """
@@ -159,7 +160,11 @@ def fingerprint(network: Any, adapter: str | None = None) -> str:
     for volatile in ("_name_or_path", "transformers_version", "_attn_implementation", "distributed_config"):
         config.pop(volatile, None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, weight in sorted(network.named_parameters()):
+    buffers = dict(network.named_buffers())
+    stored_buffers = {
+        name: buffers[name] for name in network.state_dict().keys() & buffers.keys()
+    }  # without those computed at start
+    for name, weight in sorted([*network.named_parameters(), *stored_buffers.items()]):
         digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode())
         for stored in leaves(whole(weight.detach())):
             flat = stored.reshape(-1)

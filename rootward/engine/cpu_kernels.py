@@ -1105,7 +1105,7 @@ def _compact_group(halves, g, most, out):
 
 def expanded(weight: Any, num_in: int) -> Any:
     """The words that `compact` was given, for a number of inputs."""
-    words = torch.empty(len(weight), num_in // 2, GROUP, dtype=torch.int32).numpy()
+    words = torch.empty(len(weight), (num_in + 1) // 2, GROUP, dtype=torch.int32).numpy()
     _expand_groups(weight, words)
     return words
 

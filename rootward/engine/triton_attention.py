@@ -40,7 +40,8 @@ class Plan:
 class Buffers:
     """Memory for partial results on the network's device, kept between calls and shared by all layers of a step.
 
-    Memory that became too small is kept, because a captured CUDA graph may write to it. Capture the largest step first.
+    Memory that became too small is kept, because a captured CUDA graph may write to it: so it grows to powers of two, and all of it is less
+    than four times what is needed.
     """
 
     _grown: list[torch.Tensor] = field(default_factory=list)
@@ -48,7 +49,7 @@ class Buffers:
     def take(self, num: int, device: torch.device) -> torch.Tensor:
         """float32[num], contents undefined."""
         if not self._grown or len(self._grown[-1]) < num:
-            self._grown.append(torch.empty(num, dtype=torch.float32, device=device))
+            self._grown.append(torch.empty(1 << (num - 1).bit_length(), dtype=torch.float32, device=device))
         return self._grown[-1][:num]
 
 

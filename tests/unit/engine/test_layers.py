@@ -209,7 +209,7 @@ def weight_with_outliers(num_out: int, num_in: int) -> torch.Tensor:
 
 
 @needs_bf16_dot
-@pytest.mark.parametrize("shape", [(2 * cpu_tiles.GROUP, 512), (cpu_tiles.GROUP + 5, 1160)])
+@pytest.mark.parametrize("shape", [(2 * cpu_tiles.GROUP, 512), (cpu_tiles.GROUP + 5, 1160), (cpu_tiles.GROUP, 1023)])
 def test_compact_weights_are_exact(shape: tuple[int, int]) -> None:
     weight = weight_with_outliers(*shape)
     words = cpu_kernels.packed(weight)
@@ -226,7 +226,7 @@ def test_compact_weights_are_exact(shape: tuple[int, int]) -> None:
 
 
 @needs_bf16_dot
-@pytest.mark.parametrize("shape", [(2 * cpu_tiles.GROUP, 512), (cpu_tiles.GROUP + 5, 1160)])
+@pytest.mark.parametrize("shape", [(2 * cpu_tiles.GROUP, 512), (cpu_tiles.GROUP + 5, 1160), (cpu_tiles.GROUP, 1023)])
 @torch.inference_mode()
 def test_compact_weights_give_the_same_bits_as_the_weights_themselves(shape: tuple[int, int]) -> None:
     rows, bias = torch.randn(299, shape[1]), torch.randn(shape[0])

@@ -19,7 +19,7 @@ from rootward.core.requests import Sampling
 from rootward.core.tree import root_only
 from rootward.demo import paths
 from rootward.engine import gguf_files
-from rootward.engine.checkpoint import cpu_dtype
+from rootward.engine.checkpoint import cpu_dtype, fingerprint
 from rootward.engine.loading import load_model
 from rootward.engine.processors import Prefix, adjusted
 from rootward.engine.tabular import TabularModel
@@ -157,6 +157,18 @@ def test_an_end_of_text_that_is_no_token_is_none(tmp_path: Path) -> None:
     logits = torch.zeros(1, model.info.vocab_size)
     scores = adjusted(logits, [(Sampling(), prefix, root_only())])
     assert scores[0].isneginf().nonzero().flatten().tolist() == [1]
+
+
+def test_fingerprints_differ_by_weights_in_buffers() -> None:
+    """Where quantised layers have them. What a network computes at start is no weight."""
+    network = networks.tiny("LlamaConfig", num_hidden_layers=1)
+    plain = fingerprint(network)
+    network.lm_head.register_buffer("computed", torch.ones(3), persistent=False)
+    assert fingerprint(network) == plain
+    network.lm_head.register_buffer("qweight", torch.tensor([1, 2, 3]))
+    one = fingerprint(network)
+    network.lm_head.qweight[1] = 4
+    assert len({plain, one, fingerprint(network)}) == 3
 
 
 def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
