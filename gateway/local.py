@@ -28,8 +28,9 @@ from rootward.demo import draft_named, paths, smollm2, smollm2_head
 from rootward.engine.gguf_files import local_model
 from rootward.errors import ConfigurationError, RootwardError
 from rootward.guard import Guard
-from rootward.host import available_cores, threads_of_drafters
+from rootward.host import available_cores, environment_without, threads_of_drafters
 from rootward.telemetry import configure_logging
+from rootward.wire.channel import NO_PROXY
 from rootward.wire.clients import RemoteVerifier
 from rootward.wire.http_server import bind
 from rootward.wire.process import announce, run_service
@@ -40,6 +41,7 @@ ASK_EVERY_S = 0.05
 RESTART_AFTER_S = 0.5
 MAX_FAILED_STARTS = 5  # in a row before the deployment fails
 KILL_AFTER_S = 5.0  # after the shutdown timeout
+REDIS_VARIABLE = "ROOTWARD_REDIS_URL"
 # The other services have those of the gateway.
 OF_TLS = ("tls_certificate", "tls_key", "tls_authority", "tls_server_name")
 DRAFTERS_WAIT_S = 20.0  # for the verifier to find its drafters, without which it can serve
@@ -74,7 +76,7 @@ def address_in(line: str) -> str:
 class Child:
     """A process that `run` keeps alive until `stop`. `ready` is set while it serves.
 
-    read_address: takes a line of its output, returns its address once it serves, else "".
+    read_address: takes a line of its output, returns its address once it serves, else "". environment: None is that of this process.
     """
 
     def __init__(
@@ -84,10 +86,12 @@ class Child:
         *,
         read_address: Callable[[str], str] = address_in,
         log_to: int | None = None,
+        environment: Mapping[str, str] | None = None,
     ):
         self.role, self.address = role, ""
         self.ready = asyncio.Event()
         self.command, self._read_address, self._log_to = list(command), read_address, log_to
+        self.environment = environment
         self._process: Process | None = None
         self._stopping = False
 
@@ -117,6 +121,7 @@ class Child:
             *self.command,
             stdout=PIPE,
             stderr=self._log_to,
+            env=self.environment,
             start_new_session=True,  # Ctrl-C in a terminal reaches only this process, which stops the others in order
         )
         assert process.stdout is not None
@@ -290,10 +295,13 @@ def _deployment(settings: LocalSettings, folder: str, *, reserved: ExitStack, lo
         of_drafters["--target"] = target
     if ":" not in target and ":" not in draft:  # tables and look-ups have no tokenizer
         of_drafters["--target-tokenizer"] = target
-    if settings.redis_url != "none":
-        of_gateway["--redis-url"] = settings.redis_url or f"redis://{redis}/0"
+    redis_url = "" if settings.redis_url == "none" else settings.redis_url or f"redis://{redis}/0"
+    # The variable of this process says which Redis the deployment has, and the gateway alone uses it. Its URL may have a password, and all
+    # users of the machine can read command lines.
+    environment = environment_without((REDIS_VARIABLE,))
+    environment_of_gateway = {**environment, REDIS_VARIABLE: redis_url}
 
-    def service(module: str, flags: Mapping[str, object], more: str) -> Child:
+    def service(module: str, flags: Mapping[str, object], more: str, variables: Mapping[str, str]) -> Child:
         command = [sys.executable, "-m", module, *(str(part) for pair in flags.items() for part in pair)]
         command += ["--log-level", settings.log_level, *(["--log-json"] if settings.log_json else [])]
         role = module.removesuffix("_service")
@@ -301,17 +309,18 @@ def _deployment(settings: LocalSettings, folder: str, *, reserved: ExitStack, lo
             words = shlex.split(more)
         except ValueError as error:
             raise ConfigurationError(f"{role}_flags: {more!r}: {error}; quote the flags as in a shell") from None
-        return Child(role, [*command, *words], log_to=log_to)
+        return Child(role, [*command, *words], log_to=log_to, environment=variables)
 
     def drafter(address: str) -> Child:
         flags = {**of_drafters, "--listen": address}
-        return service("drafter_service", flags, settings.drafter_flags)
+        return service("drafter_service", flags, settings.drafter_flags, environment)
 
     def redis_address(line: str) -> str:
         return redis if "Ready to accept connections" in line else ""
 
-    gateway = service("gateway", of_gateway, settings.gateway_flags)
-    effective = GatewaySettings.load(gateway.command[3:], prog="rootward serve gateway")
+    gateway = service("gateway", of_gateway, settings.gateway_flags, environment_of_gateway)
+    # As the gateway reads them: a flag in front stands for its variable, since this process may have another one.
+    effective = GatewaySettings.load(["--redis-url", redis_url, *gateway.command[3:]], prog="rootward serve gateway")
     admin = effective.admin_listen
     if effective.public_tls and not admin:
         admin = f"127.0.0.1:{reserved.enter_context(reserved_port())}"
@@ -321,14 +330,14 @@ def _deployment(settings: LocalSettings, folder: str, *, reserved: ExitStack, lo
     of_drafters |= of_tls
     deployment = Deployment(
         gateway,
-        service("verifier_service", of_verifier, settings.verifier_flags),
+        service("verifier_service", of_verifier, settings.verifier_flags, environment),
         effective,
         [drafter(address) for address in drafters],
         admin=admin if effective.public_tls else "",
     )
     if not settings.redis_url:
         command = redis_command(split_host_port(redis)[1], folder)
-        deployment.redis = Child("redis", command, read_address=redis_address, log_to=log_to)
+        deployment.redis = Child("redis", command, read_address=redis_address, log_to=log_to, environment=environment)
     return deployment
 
 
@@ -357,8 +366,10 @@ async def _connected(deployment: Deployment) -> None:
     settings, wanted = deployment.settings, len(deployment.drafters)
     # A gateway with keys or certificates tells its readiness alone to a client that has none.
     is_open = settings.api_keys is None and settings.public_tls is None
+    # Without a proxy, also where the address is 0.0.0.0, which is not one of loopback.
+    direct = dict([NO_PROXY])
     async with (
-        AsyncClient(deployment.address, timeout=ASK_TIMEOUT_S, max_retries=0) as client,
+        AsyncClient(deployment.address, timeout=ASK_TIMEOUT_S, max_retries=0, channel_options=direct) as client,
         RemoteVerifier(deployment.verifier.address, tls=settings.client_tls, rpc_timeout_s=ASK_TIMEOUT_S) as verifier,
     ):
 

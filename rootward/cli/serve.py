@@ -28,6 +28,7 @@ READY = " all listening on "  # in the line that `serve all` prints when all ser
 STOP_TIMEOUT_S = 30.0
 CHECKOUT = Path(__file__).parents[2]  # if this is one
 OF_CALLERS = ("ROOTWARD_API_KEYS", "ROOTWARD_PUBLIC_TLS_", "ROOTWARD_TLS_")  # variables: who may call services
+OF_STORES = ("ROOTWARD_REDIS_URL",)  # where services find each other, and keep sessions
 PACKAGE_OF_EXTRA = {
     "gateway": "orjson",
     "worker": "torch",
@@ -120,15 +121,15 @@ def require_names(**models: str) -> None:
 def services_running(
     flags: Sequence[str], *, start_timeout_s: float, stderr: IO[Any] | None = None
 ) -> Iterator[list[str]]:
-    """Runs `serve all` on free ports of this machine until the end of the block, without API keys and certificates. Returns the lines that
-    it printed up to its address.
+    """Runs `serve all` on free ports of this machine until the end of the block, without API keys, certificates and the Redis of the
+    environment. Returns the lines that it printed up to its address.
 
     ConfigurationError with the exit code of the process if it does not start. SIGTERM leaves the block by SystemExit.
     """
     own = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--log-level", "warning"]
     command = command_of("all", [*own, "--start-timeout-s", str(start_timeout_s), *flags])
     with exit_on_sigterm(), Guard() as guard:
-        environment = environment_without(OF_CALLERS)
+        environment = environment_without(OF_CALLERS + OF_STORES)
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True)
         guard.started(process.pid)
         try:

@@ -366,6 +366,15 @@ def test_services_of_a_command_are_open_to_it_whatever_the_environment_says(monk
         assert lines[0].startswith("ROOTWARD_NUM_THREADS rootward all")
 
 
+def test_services_of_a_command_do_not_use_the_redis_of_the_environment(monkeypatch):
+    for name in ["rootward_redis_url", "ROOTWARD_REDIS_URL"]:
+        monkeypatch.setenv(name, "redis://127.0.0.1:1/0")
+    told = f"import os; print(*sorted(n for n in os.environ if 'REDIS' in n.upper()), 'rootward all{READY}here')"
+    monkeypatch.setattr("rootward.cli.serve.command_of", lambda role, flags: [sys.executable, "-c", told])
+    with services_running([], start_timeout_s=60) as lines:
+        assert lines[0].startswith("rootward all")
+
+
 @pytest.mark.parametrize("role", ["all", "gateway"])
 def test_a_service_refuses_unknown_flags_itself(role):
     command = [sys.executable, "-m", "rootward.cli", "serve", role, "--max-num-seq", "3"]

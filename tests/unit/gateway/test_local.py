@@ -143,6 +143,71 @@ async def test_a_port_that_is_taken_is_named_before_any_process_starts(flag: str
                 pass
 
 
+OF_OTHERS = "redis://:secret@127.0.0.1:1/0"
+
+
+@pytest.mark.parametrize("name", ["ROOTWARD_REDIS_URL", "rootward_redis_url"])
+@pytest.mark.parametrize(
+    ("flags", "url"),
+    [
+        (["--redis-url", "none"], ""),
+        (["--redis-url", "redis://:own@127.0.0.1:2/0"], "redis://:own@127.0.0.1:2/0"),
+        ([], OF_OTHERS),
+    ],
+    ids=["none", "flag", "variable"],
+)
+def test_the_gateway_alone_is_told_the_redis_and_not_by_its_command_line(
+    name: str, flags: list[str], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, OF_OTHERS)
+    with ExitStack() as reserved:
+        deployment = _deployment(LocalSettings.load(["--model", "demo", *flags]), "/tmp", reserved=reserved)
+    assert deployment.settings.redis_url == url
+    assert deployment.redis is None
+    told = []
+    for child in deployment.children:
+        assert not any("redis" in word for word in child.command)
+        assert child.environment is not None
+        told.append({key: value for key, value in child.environment.items() if key.upper() == "ROOTWARD_REDIS_URL"})
+    assert told == [{"ROOTWARD_REDIS_URL": url}, {}, {}]
+
+
+def test_a_variable_of_none_keeps_sessions_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOTWARD_REDIS_URL", "none")
+    with ExitStack() as reserved:
+        deployment = _deployment(LocalSettings.load(["--model", "demo"]), "/tmp", reserved=reserved)
+    assert (deployment.redis, deployment.settings.redis_url) == (None, "")
+    environments = [child.environment for child in deployment.services]
+    assert [one and one.get("ROOTWARD_REDIS_URL") for one in environments] == ["", None, None]
+
+
+def test_a_scaler_without_redis_is_refused_unless_a_flag_of_the_gateway_names_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ROOTWARD_REDIS_URL", OF_OTHERS)
+    flags = ["--model", "demo", "--redis-url", "none", "--gateway-flags"]
+    with ExitStack() as reserved:
+        with pytest.raises(ConfigurationError, match="scaler_listen needs redis_url"):
+            _deployment(LocalSettings.load([*flags, "--scaler-listen 127.0.0.1:4"]), "/tmp", reserved=reserved)
+        own = "--scaler-listen 127.0.0.1:4 --redis-url redis://127.0.0.1:3/0"
+        deployment = _deployment(LocalSettings.load([*flags, own]), "/tmp", reserved=reserved)
+    assert deployment.settings.redis_url == "redis://127.0.0.1:3/0"
+
+
+async def test_a_process_has_the_environment_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOTWARD_REDIS_URL", OF_OTHERS)
+    program = "import os, time; print('x listening on', sorted(os.environ.items()), flush=True); time.sleep(600)"
+    child = Child("one", [sys.executable, "-c", program], environment={"LC_CTYPE": "C.UTF-8", "ONE": "1"})
+    running = asyncio.create_task(child.run())
+    try:
+        async with asyncio.timeout(60):
+            await child.ready.wait()
+        assert child.address == "[('LC_CTYPE', 'C.UTF-8'), ('ONE', '1')]"
+    finally:
+        child.kill()
+        await running
+
+
 @pytest.mark.parametrize("how", ["stop", "kill"])
 async def test_a_process_that_is_told_to_end_while_it_starts_does_not_stay(how: str) -> None:
     """Otherwise the deployment waits for it without end."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
@@ -9,6 +11,8 @@ import pytest
 from unit.gateway.service_for_tests import grpc_serving
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
+from gateway.local import _connected, _deployment
+from gateway.settings import LocalSettings
 from rootward import AsyncClient
 from rootward.addresses import open_local
 from rootward.wire.clients import RemoteVerifier
@@ -28,6 +32,20 @@ def proxy(monkeypatch):
 async def test_the_sdk_reaches_a_gateway_on_this_machine():
     async with grpc_serving() as (_, address), AsyncClient(address, max_retries=0) as client:
         assert (await client.generate("a")).text
+
+
+async def test_serve_all_reaches_its_gateway_on_all_addresses_of_this_machine():
+    """0.0.0.0 is the address that the gateway tells it, and is not one of loopback."""
+    async with RpcServer("127.0.0.1:0", grace_s=0) as server, grpc_serving() as (_, address):
+        VerifierServicer(SpellingVerifier()).register(server)
+        await server.start()
+        with ExitStack() as reserved:
+            deployment = _deployment(LocalSettings(model="demo", redis_url="none"), "/tmp", reserved=reserved)
+        deployment.drafters.clear()
+        deployment.gateway.address = f"0.0.0.0:{address.rpartition(':')[2]} and http://127.0.0.1:1"
+        deployment.verifier.address = server.address
+        async with asyncio.timeout(10):
+            await _connected(deployment)
 
 
 async def test_a_service_reaches_another_by_any_name():
