@@ -87,7 +87,7 @@ def on_gpus() -> dict[str, Schema]:
 def pdb(most: int | str) -> Schema:
     percent = {"type": ["integer", "string"], "description": "Evicted at one time.", "default": most}
     return group(
-        "PodDisruptionBudget; rendered only where there is more than one replica.",
+        "PodDisruptionBudget; rendered only where there can be more than one replica.",
         enabled=flag("Render it.", True),
         maxUnavailable=percent,
     )

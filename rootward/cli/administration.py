@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from rootward.cli.options import DEFAULT_URL, ApiKey, Output, OutputFormat, Url, open_client
 from rootward.cli.output import show
@@ -26,15 +27,16 @@ def status(url: Url = DEFAULT_URL, api_key: ApiKey = "", output: Output = Output
 
 def _table(url: str, info: ServerInfo, load: Load) -> Table:
     model = ", ".join(f"{m.name} (context {m.max_positions}, lossless: {m.lossless})" for m in info.models) or "-"
-    table = Table("role", "name", "address", "state", title=f"{url}: {model}", title_justify="left")
+    title = Text(f"{url}: {model}", style="table.title")  # texts of others as `Text`: `[fd00::12]` is no markup
+    table = Table("role", "name", "address", "state", title=title, title_justify="left")
     state = "draining" if load.draining else f"{load.num_running} running, {load.num_waiting} waiting"
-    table.add_row("gateway", info.worker, url, state)
+    table.add_row("gateway", Text(info.worker), Text(url), state)
     for role, workers in (("verifier", info.verifiers), ("drafter", info.drafters)):
         for worker in workers:
             state = "draining" if worker.draining else "ready" if worker.ready else "not ready"
-            table.add_row(role, worker.name or "-", worker.address, state)
+            table.add_row(role, Text(worker.name or "-"), Text(worker.address), state)
     for address in load.caught_drafters:
-        table.add_row("drafter", "-", address, "caught by the audit; verified by match")
+        table.add_row("drafter", "-", Text(address), "caught by the audit; verified by match")
     return table
 
 

@@ -145,5 +145,5 @@ def _command(line: str, talk: Conversation, notes: Console) -> bool:
         case "/quit":
             return False
         case _:
-            notes.print(f"{line}: unknown; /help lists the commands")
+            notes.print(f"{line}: unknown; /help lists the commands", markup=False, emoji=False)
     return True

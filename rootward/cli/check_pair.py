@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from rootward.cli.options import Output, OutputFormat
 from rootward.cli.output import show
@@ -116,5 +117,6 @@ def _table(findings: list[Finding]) -> Table:
     colours = {"ok": "green", "note": "yellow", "error": "red"}
     table = Table("", "target", "draft", "", "remark")
     for f in findings:
-        table.add_row(f.name, f.target, f.draft, f"[{colours[f.verdict]}]{f.verdict}[/]", f.remark)
+        verdict = Text(f.verdict, colours[f.verdict])
+        table.add_row(f.name, Text(f.target), Text(f.draft), verdict, Text(f.remark))
     return table

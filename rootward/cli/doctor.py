@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from rootward.cli.options import ApiKey, Output, OutputFormat
 from rootward.cli.output import show
@@ -75,5 +76,6 @@ def doctor(
 def _table(findings: Sequence[Finding]) -> Table:
     table = Table("", "", "found", "what to change")
     for one in findings:
-        table.add_row(one.name, f"[{COLOURS[one.level.value]}]{one.level.value}[/]", one.found, one.advice)
+        level = Text(one.level.value, COLOURS[one.level.value])
+        table.add_row(Text(one.name), level, Text(one.found), Text(one.advice))
     return table

@@ -42,12 +42,18 @@ def new(
     if not name.strip():
         raise ConfigurationError(f"name: {name!r} is empty; give a name by which logs tell this key from others")
     key = new_key()
-    lines = [f"  - name: {json.dumps(name)}", f"    sha256: {digest(key)}"]
-    lines += [f"    tenant: {json.dumps(tenant)}"] if tenant else []
+    lines = [f"  - name: {_quoted(name)}", f"    sha256: {digest(key)}"]
+    lines += [f"    tenant: {_quoted(tenant)}"] if tenant else []
     lines += [f"    scopes: [{'admin' if admin else 'generate'}]"]
     lines += [f"    expires: {expires}"] if expires else []
     typer.echo("\n".join(lines))
     typer.echo(f"key of {name}, shown once: {key}", err=True)
+
+
+def _quoted(text: str) -> str:
+    """A string of YAML in ASCII. JSON's pair of surrogates for a character beyond U+FFFF would be two characters there."""
+    escaped = (f"\\U{ord(c):08x}" if ord(c) > 0xFFFF else json.dumps(c)[1:-1] for c in text)
+    return f'"{"".join(escaped)}"'
 
 
 def _parse_time(text: str) -> datetime | None:

@@ -71,12 +71,12 @@ def stats_table(result: GenerationResult) -> Table:
 
 
 def key_values(rows: dict[str, str]) -> Table:
-    """A table of two columns without header."""
+    """A table of two columns without header. Texts are shown as they are, without markup."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim")
     table.add_column()
     for key, value in rows.items():
-        table.add_row(key, value)
+        table.add_row(Text(key), Text(value))
     return table
 
 

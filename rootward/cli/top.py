@@ -10,6 +10,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from rootward.cli.options import DEFAULT_URL, ApiKey, Output, OutputFormat, Url, open_client
 from rootward.cli.output import key_values, show
@@ -84,7 +85,7 @@ def _view(url: str, before: Load, now: Load) -> RenderableType:
     table = Table("verifier", "state", "running", "waiting", "slots", "speedup")
     for one in now.verifiers:
         counts = map(str, (one.num_running, one.num_waiting, one.max_sessions))
-        table.add_row(one.name, "ready" if one.ready else "not ready", *counts, _number(one.speedup, 2))
+        table.add_row(Text(one.name), "ready" if one.ready else "not ready", *counts, _number(one.speedup, 2))
     return Group(gateway, table)
 
 

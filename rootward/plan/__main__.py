@@ -16,6 +16,7 @@ from urllib.request import Request
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from rootward import demo
@@ -29,7 +30,14 @@ from rootward.plan.measurement import LoadGenerator, Measured, measure
 from rootward.plan.report import answer, as_json, check_picture, draw, tables
 from rootward.settings import ServiceSettings
 
-LONGEST_PROMPT = 512  # tokens; of a longer text that goes without a chat template the end is read
+LONGEST_PROMPT = 512  # tokens; of a longer prompt the end is read
+LONGEST_TEXT = 8 * LONGEST_PROMPT  # characters that are sent of a text, for most more than `LONGEST_PROMPT` tokens
+# In the gateway's refusals of texts and messages that the model cannot read whatever they say (`gateway.tokenizer`).
+NOT_READ = (
+    "this model has no tokenizer",
+    "need a tokenizer, and this model has none",
+    "need a chat template, and this model has none",
+)
 RTTS_MS = (0.0, 1.0, 5.0, 20.0, 50.0)
 NGRAM = "ngram"
 LEAST_SESSIONS = 16  # that services have room for
@@ -69,7 +77,7 @@ def _print(given: argparse.Namespace, measured: Sequence[Measured], found: Seque
         return
     at_rtt = [one for one in found if one.rtt_ms == given.rtt]
     console = Console()
-    console.print(f"[bold]{_title(given)}[/bold], {given.threads} threads", *tables(measured, at_rtt), sep="\n")
+    console.print(f"[bold]{escape(_title(given))}[/bold], {given.threads} threads", *tables(measured, at_rtt), sep="\n")
     if not drafts_in_verifier(given.draft):
         temperature = given.temperatures[0]
         at_most_load = [one for one in found if (one.temperature, one.load) == (temperature, given.load)]
@@ -204,7 +212,9 @@ def is_head(draft: str) -> bool:
 
 def prompts_of(url: str, texts: Sequence[str], *, raw: bool) -> list[list[int]]:
     """Token ids of texts by a gateway (HTTP address): as first messages of conversations where the model has a chat template, unless they
-    are `raw`, else as they are. Of longer ones the end. ConfigurationError if no token is left."""
+    are `raw`, else as they are. Of longer ones the end. Made-up ids if the model has no tokenizer. ConfigurationError if a text is refused,
+    or no token is left."""
+    texts = [text[-LONGEST_TEXT:] for text in texts]
     chats = None if raw else _tokenized(url, [{"messages": [{"role": "user", "content": text}]} for text in texts])
     found = chats or _tokenized(url, [{"prompt": text, "add_special_tokens": False} for text in texts])
     if found is None:
@@ -216,9 +226,9 @@ def prompts_of(url: str, texts: Sequence[str], *, raw: bool) -> list[list[int]]:
 
 
 def _tokenized(url: str, bodies: Sequence[object]) -> list[list[int]] | None:
-    """None if the gateway refuses, because the model has no tokenizer or no chat template."""
+    """None if the gateway refuses, because the model has no tokenizer or no chat template. ConfigurationError for other refusals."""
     found = []
-    for body in bodies:
+    for number, body in enumerate(bodies, 1):
         data = json.dumps(body).encode()
         try:
             with open_local(Request(f"{url}/tokenize", data, {"content-type": "application/json"})) as answer:
@@ -226,8 +236,22 @@ def _tokenized(url: str, bodies: Sequence[object]) -> list[list[int]] | None:
         except HTTPError as error:
             if error.code != HTTPStatus.BAD_REQUEST:
                 raise
-            return None
+            reason = _reason(error)
+            if any(words in reason for words in NOT_READ):
+                return None
+            raise ConfigurationError(
+                f"--prompts: prompt {number} is refused ({reason}); change it or leave it out"
+            ) from None
     return found
+
+
+def _reason(error: HTTPError) -> str:
+    """The gateway's message in its refusal."""
+    content = error.read().decode(errors="replace")
+    try:
+        return str(json.loads(content)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return content[:200]
 
 
 def _title(given: argparse.Namespace) -> str:

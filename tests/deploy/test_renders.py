@@ -46,6 +46,17 @@ def test_renders_to_what_was_reviewed(helm, name):
     assert text == path.read_text(encoding="utf-8"), f"{name}: review it, then UPDATE_GOLDEN=1"
 
 
+@pytest.mark.parametrize(("most", "budgets"), [(1, 0), (4, 1)])
+@pytest.mark.parametrize("mode", ["hpa", "keda"])
+def test_an_autoscaled_part_has_a_budget_where_it_can_have_several_replicas(helm, mode, most, budgets):
+    scaled = {"autoscaling": {"mode": mode, "minReplicas": 1, "maxReplicas": most}}
+    values = {"redis": {"auth": {"existingSecret": "redis-users"}}, "verifier": scaled}
+    objects = helm.rendered(yaml.safe_dump(values | {"drafter": {"pools": {"default": scaled}}}))
+    budgeted = [o for o in objects if o["kind"] == "PodDisruptionBudget"]
+    roles = [o["metadata"]["labels"]["app.kubernetes.io/component"] for o in budgeted]
+    assert (roles.count("verifier"), roles.count("drafter")) == (budgets, budgets)
+
+
 class Strict(yaml.CSafeLoader):
     """Refuses a key that stands twice in a mapping, as the API server does."""
 

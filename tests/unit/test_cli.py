@@ -17,7 +17,9 @@ from unit.gateway.service_for_tests import IDS, TEXT, grpc_serving, until
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
 import rootward
+from gateway.auth import read_keys
 from rootward import AsyncClient, errors
+from rootward.cli import administration, check_pair, doctor, output, top
 from rootward.cli.check import COMPARED_TOKENS, TREES, _samples, two_sample_p_value
 from rootward.cli.check_pair import Side, compare
 from rootward.cli.main import exit_code, main
@@ -107,6 +109,41 @@ async def test_status(capsys):
         await until(lambda: not service.ready)
         assert await run("status", "--url", address) == 4
         assert "no verifier is ready" in capsys.readouterr().err
+
+
+def printed(view) -> str:
+    console = Console(width=400, file=io.StringIO())
+    console.print(view)
+    return console.file.getvalue()
+
+
+def test_texts_in_tables_are_no_markup():
+    from rootward.client.types import Load, ServerInfo, VerifierLoad, Worker
+    from rootward.doctor import Finding, Level
+
+    text = "[/x] [fd00::12]:50061 [red]"
+    found = printed(output.key_values({text: text}))
+    found += printed(check_pair._table([check_pair.Finding("context", text, text, "ok", text)]))
+    found += printed(doctor._table([Finding(text, Level.OK, text, text)]))
+    assert found.count(text) == 2 + 3 + 3
+    load = Load(0, 0, 16, False, verifiers=(VerifierLoad(text, True, 0, 0, 8, {f"drafter_caught/{text}": 1.0}),))
+    assert printed(top._view(text, load, load)).count(text) == 2
+    info = ServerInfo("1.0", "gateway", text, verifiers=(Worker(text, text, "", True, False),))
+    assert printed(administration._table(text, info, load)).count(text) == 1 + 2 + 2 + 1
+
+
+async def test_a_stop_string_like_markup_is_shown(capsys):
+    async with grpc_serving(SpellingVerifier(text="x[/INST]y")) as (_, address):
+        assert await run("generate", "a", "--url", address, "--stop", "[/INST]", "--stats") == 0
+    assert "stop ('[/INST]')" in capsys.readouterr().err
+
+
+def test_a_gateway_reads_the_names_of_new_keys(tmp_path, capsys):
+    path = tmp_path / "keys.yaml"
+    for name in ("app \N{GRINNING FACE}", 'é "\\\t\x7f\x85\u2028\ufeff: #', "\U0010ffff"):
+        assert main(["keys", "new", name, "--tenant", name]) == 0
+        path.write_text("keys:\n" + capsys.readouterr().out, encoding="utf-8")
+        assert [(entry.name, entry.tenant) for entry in read_keys(path).values()] == [(name, name)]
 
 
 async def test_abort_ends_a_generation_and_names_it(capsys):

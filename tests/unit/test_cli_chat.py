@@ -59,6 +59,12 @@ async def test_a_refusal_does_not_end_it(talk):
     assert "/what: unknown" in err
 
 
+async def test_an_unknown_command_is_shown_as_it_was_typed(talk):
+    _, _, err = await talk(SpellingVerifier(), ["/x [/y] [red] :smile:", "/stats"])
+    assert "/x [/y] [red] :smile:: unknown" in err
+    assert "nothing was answered yet" in err
+
+
 async def test_a_lost_connection_does_not_end_it_on_a_terminal(template, talk, monkeypatch):
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     answer, lost = Conversation.answer, [APIConnectionError("no answer"), StreamInterruptedError("it broke", None)]

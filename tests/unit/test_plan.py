@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 
 import pytest
+from unit.gateway.service_for_tests import serving, until
+from unit.gateway.tokenizers_for_tests import byte_level
 
 from benchmarks.plan_check import as_markdown, compared
+from gateway.app import build_app
+from gateway.models import Models
+from gateway.requests import Chat
+from gateway.tokenizer import TokenNumbers
 from rootward.client import Speculation
 from rootward.demo import paths, read_prompts, smollm2_head
-from rootward.errors import ConfigurationError
+from rootward.errors import ConfigurationError, InvalidRequest
 from rootward.host import available_cores
 from rootward.plan.__main__ import default_threads, is_head, lookup_beside, main, prompts_of, service_flags
 from rootward.plan.forecast import (
@@ -26,6 +36,7 @@ from rootward.plan.forecast import (
 )
 from rootward.plan.measurement import Arrival, EngineTime, Measured, Run, accepted_by_round, engine_time
 from rootward.plan.report import answer, as_json, tables
+from rootward.wire.http_server import HttpServer
 
 NUM_ROUNDS = 60
 
@@ -313,6 +324,19 @@ def test_look_up_is_measured_beside_every_other_draft() -> None:
     assert lookup_beside(str(smollm2_head())) == Speculation(drafter="ngram")
 
 
+def _refusal(body: dict) -> dict:
+    """The gateway's answer where a model without a tokenizer is served."""
+    numbers = TokenNumbers()
+    call = (
+        partial(numbers.encode_chat, Chat(body["messages"]))
+        if "messages" in body
+        else partial(numbers.encode, body["prompt"])
+    )
+    with pytest.raises(InvalidRequest) as error:
+        call()
+    return {"error": {"message": str(error.value)}}
+
+
 def test_prompts_are_tokens_of_the_gateway() -> None:
     """As a chat where there is a template; a refusal makes plain text of it, and a second one random tokens."""
 
@@ -322,7 +346,8 @@ def test_prompts_are_tokens_of_the_gateway() -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 self.send_response(200 if accepted in body else 400)
                 self.end_headers()
-                self.wfile.write(json.dumps({"tokens": list(range(600)) if "messages" in body else [5, 6]}).encode())
+                answer = {"tokens": list(range(600)) if "messages" in body else [5, 6]}
+                self.wfile.write(json.dumps(answer if accepted in body else _refusal(body)).encode())
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -336,6 +361,32 @@ def test_prompts_are_tokens_of_the_gateway() -> None:
     assert served("messages") == [list(range(88, 600))] * 2  # of a long one the end
     assert served("prompt") == [[5, 6]] * 2
     assert len(served("nothing")) == 16
+
+
+@asynccontextmanager
+async def http_serving(**settings: int) -> AsyncIterator[str]:
+    """URL of a gateway over HTTP, whose model has a tokenizer and no chat template."""
+    async with serving(**settings) as service, asyncio.TaskGroup() as group:
+        server = HttpServer("127.0.0.1:0")
+        group.create_task(server.run_until_stopped(build_app(Models([service]))))
+        await until(lambda: server._server is not None and server._server.started)
+        yield f"http://{server.address}"
+        server.stop()
+
+
+async def test_of_a_long_prompt_the_end_is_sent_and_other_refusals_name_the_prompt() -> None:
+    def tokens(url: str, *texts: str) -> list[list[int]]:
+        return prompts_of(url, texts, raw=False)
+
+    async with http_serving() as url:
+        long, short = await asyncio.to_thread(tokens, url, "a" * 100_000 + "end", "b")
+        assert byte_level().decode(long).endswith("end")
+        assert byte_level().decode(short) == "b"
+    async with http_serving(max_prompt_characters=10) as url:
+        with pytest.raises(
+            ConfigurationError, match=r"--prompts: prompt 2 is refused \(prompt: 11 characters are more"
+        ):
+            await asyncio.to_thread(tokens, url, "short", "eleven char")
 
 
 def test_an_empty_name_and_ctrl_c_end_a_plan_without_a_traceback(

@@ -74,7 +74,7 @@ spec:
   template:
     {{- include "rootward.podTemplate" $pod | trim | nindent 4 }}
   {{- end }}
-{{- if and $v.pdb.enabled (gt (int (include "rootward.leastReplicas" $v)) 1) }}
+{{- if and $v.pdb.enabled (gt (int (include "rootward.mostReplicas" $v)) 1) }}
 ---
 apiVersion: policy/v1
 kind: PodDisruptionBudget
@@ -249,6 +249,10 @@ spec:
 
 {{- define "rootward.leastReplicas" -}}
 {{- if and (hasKey . "autoscaling") (ne (dig "autoscaling" "mode" "none" .) "none") }}{{ .autoscaling.minReplicas }}{{ else }}{{ .replicas }}{{ end }}
+{{- end }}
+
+{{- define "rootward.mostReplicas" -}}
+{{- if and (hasKey . "autoscaling") (ne (dig "autoscaling" "mode" "none" .) "none") }}{{ .autoscaling.maxReplicas }}{{ else }}{{ .replicas }}{{ end }}
 {{- end }}
 
 {{/* A headless service for peers that dial pods: (root, role, pool, port, v: values of the part) */}}
