@@ -342,7 +342,15 @@ class GatewayService:
         name, resume = plan.first.request_id, plan.request.resume
         if resume is None:
             return plan, await self._ledger.begin(name, fields), Record()
-        entry, record = await self._ledger.take_over(name, fields["digest"])
+        try:
+            entry, record = await self._ledger.take_over(name, fields["digest"])
+        except Unavailable:
+            if resume.offset:
+                raise
+            # The store is down, and the client, which has received nothing, may have reached no gateway before: begin as if the record were
+            # lost. Another gateway may be driving the request for nobody. That costs work only: verifiers refuse its epoch, which is
+            # lower, and the store lets one of the two go on when it is back.
+            entry, record = None, Record()
         plan = with_seed(plan, record)
         try:
             more = beyond_log(plan, resume, record)

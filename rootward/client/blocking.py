@@ -53,6 +53,15 @@ class LoopThread:
             future.cancel()
             raise
 
+    def start(self, callback: Callable[[], object]) -> None:
+        """Have the loop call `callback`, without waiting for it; nothing after `close`.
+
+        For the ends of generators: the garbage collector may run them in the loop's own thread, or while the interpreter exits and the
+        thread is gone, where waiting would never end. Nor is the lock taken, which the interrupted code may hold.
+        """
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(callback)
+
     def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run `last`, then end the calls of other threads and the thread. Idempotent."""
         with self._lock:
@@ -88,7 +97,7 @@ class Stream:
             while (delta := self._thread.run(_next_or_none(deltas))) is not None:
                 yield delta
         finally:
-            self.cancel()
+            self._thread.start(self._stream.cancel)
 
     def cancel(self) -> None:
         """End the generation on the server."""
@@ -160,7 +169,8 @@ class Client:
             while (event := self._thread.run(_next_or_none(events))) is not None:
                 yield event
         finally:
-            self._thread.run(events.aclose())
+            # The coroutine is made in the loop: one that never runs would warn.
+            self._thread.start(lambda: asyncio.ensure_future(events.aclose()))
 
 
 async def _then_cancel_others(work: Coroutine[Any, Any, None]) -> None:

@@ -551,6 +551,53 @@ async def test_the_sync_client_is_the_same():
         await at_rest(service, verifier)
 
 
+@pytest.mark.parametrize(
+    ("items", "end"),
+    [
+        ('client.stream("a")', ""),
+        ('client.watch(session_id="s")', ""),
+        ('client.stream("a")', "in_loop(items.close)"),
+        ('client.watch(session_id="s")', "in_loop(items.close)"),
+        ('client.stream("a")', "client.close(); del items"),
+        ('client.watch(session_id="s")', "client.close(); del items"),
+    ],
+)
+async def test_an_iterator_that_is_dropped_unfinished_holds_up_nothing(items, end):
+    """Neither the exit of the interpreter nor the client's loop, in whose thread the garbage collector may end it."""
+    code = f"""
+import sys, threading
+from rootward.client import Client
+
+def in_loop(function):
+    done = threading.Event()
+    client._thread._loop.call_soon_threadsafe(lambda: (function(), done.set()))
+    assert done.wait(60)
+    client.load()
+
+client = Client(sys.argv[1])
+running = iter(client.stream("a", session_id="s"))
+next(running)
+items = iter({items})
+next(items)
+{end}
+print("end")
+"""
+    verifier = SpellingVerifier(run=1, delay_s=0.2)
+    async with grpc_serving(verifier) as (service, address):
+        script = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, address, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        try:
+            async with asyncio.timeout(60):
+                out, errors_of_script = await script.communicate()
+        finally:
+            if script.returncode is None:
+                script.kill()
+                await script.wait()
+        assert (script.returncode, out, errors_of_script) == (0, b"end\n", b"")
+        await at_rest(service, verifier)
+
+
 def test_the_sdk_loads_neither_models_nor_services():
     heavy = ("torch", "transformers", "rootward.core", "pydantic", "gateway")
     code = f"import sys, rootward.client; print([m for m in {heavy} if m in sys.modules])"

@@ -10,7 +10,7 @@ from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from gateway.detokenizer import Output, text_of
 from gateway.requests import GenerateRequest, Resume
-from gateway.session_store import MemoryStore
+from gateway.session_store import MemoryStore, StoreUnavailable
 from rootward.core.requests import DraftMode, FinishReason, Rule, Speculation
 from rootward.errors import DuplicateRequest, InvalidRequest, StaleEpoch, Unavailable
 
@@ -227,6 +227,52 @@ async def test_a_record_that_was_lost_does_not_bring_back_epochs_that_verifiers_
             verifier.up = True
         ids, _, _ = await rest(service, ask(len(got), got))
         assert (*got, *ids) == IDS
+
+
+class Away(MemoryStore):
+    """Answers no call about a request or a ping while it is away."""
+
+    away = True
+
+    async def _check(self):
+        if self.away:
+            raise StoreUnavailable("away")
+
+    async def ping(self):
+        await self._check()
+        await super().ping()
+
+    async def begin(self, *args, **options):
+        await self._check()
+        return await super().begin(*args, **options)
+
+    async def take_over(self, *args):
+        await self._check()
+        return await super().take_over(*args)
+
+    async def write(self, *args):
+        await self._check()
+        return await super().write(*args)
+
+
+async def test_a_client_that_received_nothing_begins_while_the_store_is_away():
+    """Its first attempt may have reached no gateway, or a full one."""
+    verifier, store = SpellingVerifier(), Away()
+    verifier.epochs["one"] = 3  # from attempts of another gateway, which this request must be above
+    async with serving(verifier, store=store) as service:
+        ids, text, _ = await rest(service, ask(0))
+        assert (ids, text) == (IDS, TEXT)
+        assert [r.epoch > 3 and not r.committed for r in verifier.requests] == [True]
+        for resume in (ask(3), ask(3, IDS[:3])):
+            with pytest.raises(Unavailable, match="cannot be resumed while the session store is gone"):
+                await rest(service, resume)
+        store.away = False
+        await at_rest(service, verifier)
+        record = await record_of(store, "one")
+        assert (record.output.tokens, record.finished) == (IDS, True)
+        ids, _, _ = await rest(service, ask(3))
+        assert ids == IDS[3:]
+        assert len(verifier.requests) == 1
 
 
 async def test_more_received_than_known_is_repeated_if_it_can_be_and_else_refused():
