@@ -14,7 +14,7 @@ from rootward.host import user_cache
 
 log = logging.getLogger(__name__)
 
-CHECKS = 2  # number of the checks that a conversion has passed: an older one is made anew
+CONVERSION = 2  # version of `_convert`: folders of an older one are not used
 
 
 def local_model(spec: str) -> str:
@@ -32,7 +32,7 @@ def local_model(spec: str) -> str:
     if find_spec("gguf") is None:
         raise ConfigurationError("model: GGUF files need one more package; run pip install 'rootward[worker]'")
     facts = file.stat()
-    key = hashlib.sha256(f"{CHECKS}:{file}:{facts.st_size}:{facts.st_mtime_ns}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{CONVERSION}:{file}:{facts.st_size}:{facts.st_mtime_ns}".encode()).hexdigest()[:16]
     cache = user_cache() / "gguf"
     folder = cache / f"{file.stem}-{key}"
     if not (folder / "config.json").is_file():
