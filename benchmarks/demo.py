@@ -41,7 +41,8 @@ START_TIMEOUT_S = 180.0
 TEMPERATURES = (0.0, 1.0)
 SYSTEMS = ("plain", "trees", "auto", "generate")
 HEAD_NODES = 5  # of a tree in every round: three forwards of the head
-MEASURING_S = 60.0  # after which no prompt is begun beyond `least_measured`
+MEASURING_S = 75.0  # after which no prompt is begun beyond `least_measured`
+REPEATS = 2  # answers of each system to a prompt; of `generate`, which takes longer than the others together, one
 
 
 class DemoFailed(RootwardError):
@@ -115,13 +116,13 @@ def shipped_pair() -> Pair:
 class Tally:
     """Counts of several generations of one system at one temperature."""
 
-    prompts: int = 0
+    answers: int = 0
     tokens: int = 0
     passes: int = 0  # of the target
     seconds: float = 0.0  # as the caller saw it, prompts included
 
     def add(self, *, tokens: int, passes: int, seconds: float) -> None:
-        self.prompts += 1
+        self.answers += 1
         self.tokens += tokens
         self.passes += passes
         self.seconds += seconds
@@ -225,14 +226,14 @@ def measure(console: Console, client: Client, pair: Pair, generate: Callable[[st
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("measuring", total=len(SYSTEMS) * len(TEMPERATURES) * len(chosen))
+        task = progress.add_task("measuring", total=len(turns_of(0)) * len(TEMPERATURES) * len(chosen))
         begun_s = time.perf_counter()
         for number, prompt in enumerate(chosen):
             if number >= pair.least_measured and time.perf_counter() - begun_s > MEASURING_S:
                 progress.update(task, total=progress.tasks[task].completed)
                 break
             for temperature, tallies in measured.items():
-                for system in balanced_order(SYSTEMS, number):
+                for repeat, system in turns_of(number):
                     started = time.perf_counter()
                     if system == "generate":
                         tokens = passes = generate(prompt, temperature)
@@ -242,12 +243,18 @@ def measure(console: Console, client: Client, pair: Pair, generate: Callable[[st
                             **pair.request(prompt),
                             sampling=sampling,
                             speculation=speculation[system],
-                            cache_salt=system,
+                            cache_salt=f"{temperature:g} {system} {repeat}",  # no answer finds its prompt in the cache
                         )
                         tokens, passes = result.usage.completion_tokens, result.speculation.num_target_passes
                     tallies[system].add(tokens=tokens, passes=passes, seconds=time.perf_counter() - started)
                     progress.advance(task)
     return measured
+
+
+def turns_of(number: int) -> list[tuple[int, str]]:
+    """(repeat, system) of every answer to a prompt, in the order of their turns."""
+    turns = ((repeat, balanced_order(SYSTEMS, REPEATS * number + repeat)) for repeat in range(REPEATS))
+    return [(repeat, system) for repeat, order in turns for system in order if not repeat or system != "generate"]
 
 
 def measured_prompts(pair: Pair) -> list[str]:
@@ -322,7 +329,9 @@ def run(console: Console, *, shipped: bool, json_file: Path | None) -> None:
     with served(console, pair.flags) as address, Client(address, timeout=120.0) as client:
         show(console, client, pair)
         measured = measure(console, client, pair, generate)
-    title = f"{measured[0.0]['plain'].prompts} prompts, up to {pair.max_tokens} tokens each; {cpu_model()}"
+    num_prompts = measured[0.0]["generate"].answers
+    answers = f"{REPEATS} answers of each system of Rootward, of up to {pair.max_tokens} tokens"
+    title = f"{num_prompts} prompts, {answers}; {cpu_model()}"
     console.print(table(measured, title=title))
     if json_file is not None:
         json_file.write_text(json.dumps(report(measured, target=pair.name), indent=1) + "\n", encoding="utf-8")

@@ -86,8 +86,23 @@ def test_no_further_prompt_is_begun_once_the_time_is_over(monkeypatch, seconds, 
     found = measure(Console(file=io.StringIO()), client, pair, lambda prompt, temperature: 6)
     assert list(dict.fromkeys(asked)) == list(expected)
     for temperature in (0.0, 1.0):
-        counts = {name: (of.prompts, of.tokens) for name, of in found[temperature].items()}
-        assert counts == dict.fromkeys(SYSTEMS, (len(expected), 6 * len(expected)))
+        counts = {name: (of.answers, of.tokens) for name, of in found[temperature].items()}
+        twice = dict.fromkeys(("plain", "trees", "auto"), (2 * len(expected), 12 * len(expected)))
+        assert counts == {**twice, "generate": (len(expected), 6 * len(expected))}
+
+
+def test_no_answer_finds_the_prompt_of_another_one_cached():
+    pair = replace(shipped_pair(), prompts=("a", "b"), least_measured=2, most_measured=2)
+    cached = []
+
+    def generate(**request):
+        if "cache_salt" in request:
+            cached.append((request["prompt"], request["cache_salt"]))
+        usage = SimpleNamespace(completion_tokens=6)
+        return SimpleNamespace(usage=usage, speculation=SimpleNamespace(num_target_passes=3))
+
+    measure(Console(file=io.StringIO()), SimpleNamespace(generate=generate), pair, lambda prompt, temperature: 6)
+    assert len(cached) == len(set(cached)) == 2 * 2 * 3 * 2  # prompts, temperatures, systems, repeats
 
 
 @pytest.fixture
