@@ -381,6 +381,7 @@ class ReadText:
     slot: int
     length: int
     strategy: BestFirst
+    sampling: Sampling  # of the draft distributions
     key: int
 
 
@@ -489,6 +490,15 @@ class HeadTrees:
 
     def __init__(self, model: HeadModel, *, incarnation: int, best_first: BestFirst):
         self._model, self._incarnation, self._best_first = model, incarnation, best_first
+        self._scores = Scores(
+            accepted=math.log(best_first.acceptance),
+            later=math.log(best_first.later),
+            failed_first=math.log1p(-best_first.acceptance),
+            failed_later=math.log1p(-best_first.later),
+            family=np.array(
+                [math.log(mass) for mass in best_first.root_family]
+            ),  # to the last bit: scores may be equal
+        )
         self.num_slots = model.size.num_slots
         self._texts: dict[Hashable, ReadText] = {}
         self._draw_number = 0
@@ -541,7 +551,7 @@ class HeadTrees:
             own,
             inputs=self._inputs(own, tokens, start, [features for _, features in ready]),
             limits=limits,
-            scores=self._scores(own[0].strategy),
+            scores=self._scores,
             trees=self._roots(trees),
             kind=kind,
             table=table,
@@ -572,7 +582,8 @@ class HeadTrees:
                 return False
             read = len(one.text) - num_features
             key = Key(one.opening.seed, one.opening.choice).derive(Role.DRAW, self._incarnation)
-            self._texts[one.session] = ReadText(self._model.open(), read, self._strategy(one.opening), key)
+            strategy, sampling = self._strategy(one.opening), draft_sampling(one.opening.sampling)
+            self._texts[one.session] = ReadText(self._model.open(), read, strategy, sampling, key)
         return True
 
     def _roots(self, wanted: Sequence[TreeToGrow]) -> Trees:
@@ -615,9 +626,8 @@ class HeadTrees:
             integers.append((nodes, strategy.draws(nodes), depth, strategy.topk, one.opening.num_atoms, *kind_of_tree))
         columns = np.array(integers, np.int64).T.copy()
         numbers = self._draw_number - np.arange(len(wanted), dtype=np.uint64)
-        sampling = [draft_sampling(one.opening.sampling) for one in wanted]
         most = max(one.opening.num_atoms for one in wanted)
-        kind, reduction = atoms_of(sampling, self._model.vocab_size, most)
+        kind, reduction = atoms_of([text.sampling for text in own], self._model.vocab_size, most)
         keys = np.array([text.key for text in own], np.uint64)
         return Limits._make([*columns, keys, numbers, eos]), kind, reduction.table
 
@@ -641,13 +651,4 @@ class HeadTrees:
             blocks=blocks,
             block_size=model.block_size,
             window=model.window or UNLIMITED,
-        )
-
-    def _scores(self, strategy: BestFirst) -> Scores:
-        return Scores(
-            accepted=math.log(strategy.acceptance),
-            later=math.log(strategy.later),
-            failed_first=math.log1p(-strategy.acceptance),
-            failed_later=math.log1p(-strategy.later),
-            family=np.array([math.log(mass) for mass in strategy.root_family]),  # to the last bit: scores may be equal
         )

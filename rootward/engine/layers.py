@@ -260,6 +260,8 @@ class DecoderLayers:
             if layer.amx != self._amx or layer.settings[:-1] != self._settings[:-1] or layer.num_q != layers[0].num_q:
                 raise ValueError("layers differ in the scale of attention, in a norm's eps or in their arithmetic")
         self._cells: list[PagedLayer] = []
+        self._exposed: tuple[int, ...] = ()
+        self._place_of_state = np.full(len(layers), -1)
 
     def __call__(
         self, x: Any, step: Step, cells: Sequence[PagedLayer], *, read: Any = None, exposed: Sequence[int] = ()
@@ -275,8 +277,10 @@ class DecoderLayers:
             self._read_from(cells)
         scratch = self._scratch(len(x), read)
         rows = LayerRows(self._rotations.cos, self._rotations.sin, step.positions.numpy(), step.write.numpy())
-        place_of_state, states = np.full(len(cells), -1), np.empty((len(exposed), *x.shape), np.float32)
-        place_of_state[list(exposed)] = np.arange(len(exposed))
+        states = np.empty((len(exposed), *x.shape), np.float32)
+        if tuple(exposed) != self._exposed:
+            self._exposed, self._place_of_state = tuple(exposed), np.full(len(cells), -1)
+            self._place_of_state[list(exposed)] = np.arange(len(exposed))
         for first, last in self._runs:
             decoder_layers(
                 x,
@@ -289,7 +293,7 @@ class DecoderLayers:
                 step.visible(cells[first].window),
                 scratch,
                 read is None,
-                place_of_state,
+                self._place_of_state,
                 states,
                 *self._amx,
                 cpu_kernels.follow_torch_threads(),
@@ -335,7 +339,7 @@ class LlamaNetwork:
     def __init__(self, network: Any, max_positions: int):
         """`network`: one whose linear layers have been replaced. ValueError: its layers differ from one another."""
         self.exposed: frozenset[int] = frozenset()
-        self.states: dict[int, torch.Tensor] = {}
+        self.states: dict[int, Any] = {}
         body = network.model
         self.embedding, self.head = body.embed_tokens.weight, network.lm_head
         layers = [_layer(layer) for layer in body.layers]
@@ -348,12 +352,13 @@ class LlamaNetwork:
         x = functional.embedding(step.ids, self.embedding).float().numpy()
         inputs = sorted(self.exposed - {self.num_layers})
         delta, states = self.layers(x, step, cells, exposed=inputs)
-        self.states = dict(zip(inputs, torch.from_numpy(states), strict=True))
+        self.states = dict(zip(inputs, states, strict=True))
         final = self.head.new_inputs(len(x))
         self.norm(x, delta, final)
         if self.num_layers in self.exposed:
             normed = torch.from_numpy(final)
-            self.states[self.num_layers] = (normed.view(torch.bfloat16) if self.head.rounds_inputs else normed).float()
+            normed = normed.view(torch.bfloat16) if self.head.rounds_inputs else normed
+            self.states[self.num_layers] = normed.float().numpy()
         logits: torch.Tensor = self.head.product(final if step.wanted is None else final[step.wanted.numpy()])
         return logits
 

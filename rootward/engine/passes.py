@@ -64,7 +64,7 @@ class TreePass:
     @property
     def states(self) -> torch.Tensor:
         if self.llama is not None:
-            return torch.cat([self.llama.states[i] for i in self._exposed], -1)
+            return torch.from_numpy(np.concatenate([self.llama.states[i] for i in self._exposed], -1))
         return torch.cat([self._states[i] for i in range(len(self._states))])
 
     def run(self, entries: Sequence[Entry], kept: Sequence[range], reduction: Reduction | None = None) -> torch.Tensor:

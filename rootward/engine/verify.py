@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -128,8 +129,8 @@ def _match_sampled(rounds: Sequence[Proposal], scores_TV: torch.Tensor, _: LawFu
 
 
 def _matched(rounds: Sequence[Proposal], choice_T: Ints) -> list[Decision]:
-    ends = np.cumsum([len(r.tree) for r in rounds])[:-1]
-    return [Decision(*match(r.tree, choice)) for r, choice in zip(rounds, np.split(choice_T, ends), strict=True)]
+    ends = accumulate(len(r.tree) for r in rounds)
+    return [Decision(*match(r.tree, choice_T[end - len(r.tree) : end])) for r, end in zip(rounds, ends, strict=True)]
 
 
 def _without_tree(rounds: Sequence[Proposal], scores_TV: torch.Tensor, _: LawFunction) -> list[Decision]:
