@@ -495,9 +495,8 @@ class HeadTrees:
             later=math.log(best_first.later),
             failed_first=math.log1p(-best_first.acceptance),
             failed_later=math.log1p(-best_first.later),
-            family=np.array(
-                [math.log(mass) for mass in best_first.root_family]
-            ),  # to the last bit: scores may be equal
+            # To the last bit, by the library's logarithm: scores may be equal.
+            family=np.array([math.log(mass) for mass in best_first.root_family]),
         )
         self.num_slots = model.size.num_slots
         self._texts: dict[Hashable, ReadText] = {}
