@@ -59,6 +59,7 @@ MAX_FAILURES = 5  # consecutive failed levels after which the process ends
 RETRY_MS = 1000  # minimum wait of a verifier before it repeats a rejected Open
 LOAD_S = 0.25  # between reports of load on a stream
 QUEUE_MEMORY = 0.1  # weight of the newest waiting time in their mean
+MAX_LOGGED = 300  # characters of a text of the verifier
 UNFAIR = 2  # a verifier gives up a tree if it holds at least this many more than the one that opens another
 
 Terms = tuple[ModelInfo, str]  # model as announced to this verifier; reason for a refusal ("": accepted)
@@ -194,7 +195,7 @@ class DrafterService:
         if hello is not None:
             info, refusal = self._agree(hello, info)
             if refusal:
-                log.warning("pairing_refused", verifier=hello.worker, reason=refusal)
+                log.warning("pairing_refused", verifier=hello.worker[:MAX_LOGGED], reason=refusal[:MAX_LOGGED])
         return HelloAck(
             self.worker,
             self.grower.incarnation,

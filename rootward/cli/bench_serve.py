@@ -26,6 +26,7 @@ from rootward import demo
 from rootward.cli.options import STATUS_TIMEOUT_S, ApiKey, NoSpeculation, Output, OutputFormat, Temperature
 from rootward.cli.output import show
 from rootward.errors import ConfigurationError
+from rootward.guard import exit_on_sigterm
 
 VERSION = "0.8"  # of guidellm, whose configuration and report differ from one minor version to the next
 INSTALL = f"pipx install 'guidellm=={VERSION}.*'"
@@ -262,7 +263,7 @@ def _measured(
     seconds: float,
 ) -> dict[str, Any]:
     """The report of guidellm. The API key goes into a file that only this user can read, not on the command line."""
-    with tempfile.TemporaryDirectory(prefix="rootward-bench-") as folder:
+    with exit_on_sigterm(), tempfile.TemporaryDirectory(prefix="rootward-bench-") as folder:
         data, report, config = (Path(folder, name) for name in ("prompts.jsonl", "report.json", "config.json"))
         rows = islice(cycle(texts), max(len(texts), math.ceil(ROWS_PER_S * seconds)))
         data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in rows), encoding="utf-8")

@@ -60,6 +60,11 @@ def test_it_passes_with_the_key_and_reports_what_is_missing_without(tmp_path):
         passed = check(front.address, trusted_by_all.file, {"ROOTWARD_API_KEY": key})
         assert passed.returncode == 0, passed.stderr
         assert "equals plain decoding" in passed.stdout
+        for variable, told in (("LEAST_MODELS", f"models: {pair.target.name}; "), ("LEAST_DRAFTERS", "drafters: ")):
+            missing = check(front.address, trusted_by_all.file, {"ROOTWARD_API_KEY": key, variable: "2"})
+            assert missing.returncode == 1
+            assert missing.stdout.startswith(told)
+            assert "the release has 2 or more" in missing.stdout
         refused = check(front.address, trusted_by_all.file, {})
         assert refused.returncode == 1
         assert "AuthenticationError" in refused.stderr
@@ -75,3 +80,18 @@ def test_the_pod_has_the_key_and_the_authority(helm):
     (volume,) = [v["secret"] for v in pod["volumes"] if v["name"] == "tls"]
     assert [f"{mount}/{item['path']}" for item in volume["items"]] == [authority]
     assert not any("tls.key" in str(item) for item in volume["items"])
+
+
+POOLS = (
+    "{a: {replicas: 2}, b: {autoscaling: {mode: hpa, minReplicas: 3}}, c: {autoscaling: {mode: keda, minReplicas: 0}}}"
+)
+SEVERAL = "{models: [{name: small, drafter: {pools: {d: {replicas: 1}}}}, {name: large}]}"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [(f"{{drafter: {{pools: {POOLS}}}}}", ("1", "6")), (SEVERAL, ("2", "1"))]
+)
+def test_the_pod_knows_how_much_of_the_release_must_be_there(helm, values, expected):
+    (container,) = named(helm.rendered(values), "Pod", "rw-rootward-test")["spec"]["containers"]
+    told = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert (told["LEAST_MODELS"], told["LEAST_DRAFTERS"]) == expected

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from support.processes import wait_until
 from unit.gateway.service_for_tests import grpc_serving
 
 from gateway.schemas import ChatRequest
@@ -93,6 +97,37 @@ def test_takes_prompts_rates_and_the_name_of_a_model(url, tmp_path) -> None:
     assert asked["config"]["spec"]["backend"]["model"] == "second"
     assert asked["config"]["spec"]["backend"]["request_format"] == "/v1/completions"
     assert asked["prompts"][:3] == ["one", "two", "one"]
+
+
+SLOW_GUIDELLM = """#!{python}
+import json, os, pathlib, sys, time
+if "--version" in sys.argv:
+    sys.exit(print("guidellm version: 0.8.1"))
+started = pathlib.Path({started!r})
+started.with_suffix(".new").write_text(json.dumps([os.getpid(), sys.argv[3]]))
+started.with_suffix(".new").rename(started)
+time.sleep(120)
+"""
+
+
+def test_sigterm_ends_guidellm_and_removes_the_file_with_the_key(url, tmp_path) -> None:
+    file, started, temporary = tmp_path / "guidellm", tmp_path / "started.json", tmp_path / "temporary"
+    file.write_text(SLOW_GUIDELLM.format(python=sys.executable, started=str(started)))
+    file.chmod(0o755)
+    temporary.mkdir()
+    command = [sys.executable, "-m", "rootward.cli", "bench", "serve", "--url", url, "--api-key", "secret"]
+    with subprocess.Popen(
+        [*command, "--guidellm", str(file)], env={**os.environ, "TMPDIR": str(temporary)}, stderr=subprocess.PIPE
+    ) as running:
+        wait_until(started.exists)
+        pid, config = json.loads(started.read_text())
+        assert "secret" in Path(config).read_text()
+        running.terminate()
+        running.communicate(timeout=60)
+    assert running.returncode == 128 + signal.SIGTERM
+    assert list(temporary.iterdir()) == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 @pytest.mark.parametrize("profile", ["synchronous", "throughput", "sweep"])

@@ -2,7 +2,7 @@
 
 CA.crt: the authority of its certificate, "system" for those that the system trusts. NAME: in the certificate, if it is not HOST.
 
-ROOTWARD_API_KEY: the key, for a gateway that asks for one.
+ROOTWARD_API_KEY: the key, for a gateway that asks for one. LEAST_MODELS, LEAST_DRAFTERS: so many must be there (default: one model).
 """
 
 import os
@@ -31,8 +31,15 @@ def main(url: str, authority: str = "", name: str = "") -> int:
     options = {"grpc.ssl_target_name_override": name} if name else {}
     key = os.environ.get("ROOTWARD_API_KEY")
     with Client(url, api_key=key, timeout=120.0, tls=credentials(authority), channel_options=options) as client:
-        served, pools = client.server_info().models, client.server_info().drafters
-        mode = "required" if pools and len(served) == 1 else "auto"  # of several models some may have no drafters
+        info = client.server_info()
+        served, drafters = info.models, [one for one in info.drafters if one.ready]
+        for kind, there, variable in (("model", served, "LEAST_MODELS"), ("drafter", drafters, "LEAST_DRAFTERS")):
+            least = int(os.environ.get(variable, kind == "model"))
+            if len(there) < least:
+                names = ", ".join(one.name for one in there) or "none"
+                print(f"{kind}s: {names}; the release has {least} or more: look at the pods that are not ready")
+                return 1
+        mode = "required" if drafters and len(served) == 1 else "auto"  # of several models some may have no drafters
         for model, prompt in product([model.name for model in served], PROMPTS):
             plain = client.generate(prompt, sampling=GREEDY, speculation=Speculation(mode="disabled"), model=model)
             drafted = client.generate(prompt, sampling=GREEDY, speculation=Speculation(mode=mode), model=model)
@@ -43,7 +50,7 @@ def main(url: str, authority: str = "", name: str = "") -> int:
     print(
         f"greedy text equals plain decoding on {len(PROMPTS)} prompts of {len(served)} models; {accepted} draft tokens were accepted"
     )
-    if pools and not accepted:
+    if drafters and not accepted:
         print("no draft token was accepted: check that the draft model suits the target")
         return 1
     return 0
