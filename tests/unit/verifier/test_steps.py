@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from support.services import collect, in_process, request, tabular_pair, verifier_of
 
 from rootward.core.living_tree import ROOT, LivingTree
@@ -43,6 +47,27 @@ def test_a_mixed_step_is_its_two_halves_in_one_forward() -> None:
     assert outcomes[0] == outcomes[1]
     assert lengths[0] == lengths[1] == (4, 2)
     assert forwards == [2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_draft_head_observes_the_states_of_committed_rows_in_their_type(dtype: torch.dtype) -> None:
+    class Exposing(TabularModel):
+        states = torch.arange(14, dtype=dtype).view(7, 2)
+
+        def expose(self, states: Sequence[int]) -> None: ...
+
+    observed: dict[int, tuple[int, torch.Tensor]] = {}
+    heads: Any = SimpleNamespace(model=SimpleNamespace(reads=(0,)))
+    heads.observe = lambda session, first, states: observed.update({session: (first, states)})
+    model = Exposing(5, seed=1)
+    runner = Runner(model, heads=heads)
+    text = [1, 2, 3]
+    verified = replace(round_of(model.open(), text), snapshot=drafted(text).snapshot(8), fill=(1, 2), session=1)
+    (outcome,) = runner.step([Chunk(model.open(), (4, 3), session=2)], [verified])
+    path = [4 + node for node in outcome.path]  # behind the chunk, the fill and the root
+    assert observed[2][0] == observed[1][0] == 0
+    assert torch.equal(observed[2][1], Exposing.states[:2])
+    assert torch.equal(observed[1][1], Exposing.states[[2, 3, 4, *path]])
 
 
 def drafted(text: list[int]) -> LivingTree:
