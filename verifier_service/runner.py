@@ -210,7 +210,7 @@ class Runner:
         return found
 
     def _expose(self, *, wanted: bool) -> None:
-        """Make forwards leave their hidden states, or stop it. Only on a change: on a GPU it costs the recorded graphs."""
+        """Make forwards leave their hidden states, or stop it. On a GPU forwards that leave them replay no recorded graph."""
         if wanted != self._exposed:
             assert self.head is not None
             self.model.expose(self.head.reads if wanted else ())

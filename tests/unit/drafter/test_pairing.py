@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from structlog.testing import capture_logs
 from support.services import collect, drafter_of, request, until, verifier_of
 
-from drafter_service.growth_loop import with_model
+from drafter_service.growth_loop import MAX_LOGGED, with_model
 from rootward.core.frames import PROTOCOL, Hello
 from rootward.engine.tabular import TabularModel
 from rootward.ports import ModelInfo
@@ -37,6 +38,13 @@ def test_a_refusal_names_the_field_and_both_values(wrong: dict, field: str, both
     _, refusal = with_model(hello(**wrong), DRAFT)
     assert refusal.startswith(f"{field}: ")
     assert all(value in refusal for value in both)
+
+
+async def test_a_drafter_logs_the_beginning_of_a_long_name_of_a_verifier() -> None:
+    drafter = drafter_of(TabularModel(5, seed=0, max_slots=2))
+    with capture_logs() as logs:
+        drafter._answer(hello(worker="v" * 100_000, tokenizer_hash=""))
+    assert [line["verifier"] for line in logs if line["event"] == "pairing_refused"] == ["v" * MAX_LOGGED]
 
 
 async def test_a_draft_table_with_fewer_rows_drafts_what_it_has() -> None:
