@@ -204,7 +204,8 @@ class EngineLoop:
     def _chunk(self, number: int, size: int) -> Chunk:
         session = self.running[number]
         assert session.kv_slot is not None
-        start, end, num_top = session.fed, session.fed + size, session.request.prompt_logprobs
+        start, end = session.fed, session.fed + size
+        num_top = session.request.prompt_logprobs if session.num_held_logprobs else None
         num_features = 0
         # A drafter with a head gets the features of the last positions of the prompt.
         if (features := self._features_of(session)) is not None:

@@ -8,7 +8,7 @@ Slots         sessions with a slot, and those that wait for one; the KV blocks t
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from rootward.core.requests import Rule, VerifierRequest
 from rootward.errors import (
@@ -54,7 +54,7 @@ class Slots:
         entered = []
         while (
             self.model.num_free_slots
-            and (session := self.waiting.head(self.running.values())) is not None
+            and (session := self.waiting.head(list(self.running.values()))) is not None
             and self.admits(session)
         ):
             try:
@@ -114,6 +114,8 @@ class Slots:
 
 
 MAX_EPOCHS_REMEMBERED = 65536
+# Log-probabilities of prompts that sessions hold at once, those of likely tokens included: each takes about 130 bytes.
+MAX_HELD_LOGPROBS = 1 << 20
 MAX_SEEDS_REMEMBERED = 16  # of the newest epoch of a request
 
 
@@ -185,7 +187,9 @@ class Admission:
 class WaitingQueue:
     """Sessions that wait for a slot. The next one has the lowest priority value; of equal ones, preempted sessions come first, by arrival;
     then sessions of the tenant with the fewest running ones, then of the tenant that was served longest ago, then by arrival.
-    Ended sessions are skipped and not counted until `remove_done`."""
+    The first of those that ask for log-probabilities of their prompts waits, and with it all others that do, until they are at most
+    MAX_HELD_LOGPROBS with those of sessions that have run, or until none of these holds any. Ended sessions are skipped and not counted
+    until `remove_done`."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, Session] = {}  # by number
@@ -207,17 +211,23 @@ class WaitingQueue:
         """Remove the ended sessions. Returns them."""
         return [self._waiting.pop(one.number) for one in list(self._waiting.values()) if one.done]
 
-    def head(self, running: Iterable[Session] = ()) -> Session | None:
-        """The next session; `running` have slots. None: none waits."""
-        held = Counter(one.request.tenant for one in running)
+    def head(self, running: Sequence[Session] = ()) -> Session | None:
+        """The next session; `running` have slots. None: none waits, or none has room for its log-probabilities."""
+        tenants = Counter(one.request.tenant for one in running)
 
         def order(one: Session) -> tuple[int, ...]:
             priority, tenant = one.request.priority, one.request.tenant
             if one.has_run:
                 return priority, 0, one.number
-            return priority, 1, held[tenant], self._served.get(tenant, 0), one.number
+            return priority, 1, tenants[tenant], self._served.get(tenant, 0), one.number
 
-        return min((one for one in self._waiting.values() if not one.done), key=order, default=None)
+        waiting = [one for one in self._waiting.values() if not one.done]
+        begun = [*running, *(one for one in waiting if one.has_run)]
+        held = sum(one.num_held_logprobs for one in begun)
+        first = min((one for one in waiting if not one.has_run and one.num_held_logprobs), key=order, default=None)
+        fits = first is not None and (not held or held + first.num_held_logprobs <= MAX_HELD_LOGPROBS)
+        others = [one for one in waiting if one.has_run or not one.num_held_logprobs]
+        return min([*others, first] if first is not None and fits else others, key=order, default=None)
 
     def pop(self, one: Session) -> None:
         """Remove a session that gets a slot."""

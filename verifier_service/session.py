@@ -270,6 +270,12 @@ class Session:
         return round(10 * self.request.sampling.temperature), self.request.structure is not None
 
     @property
+    def num_held_logprobs(self) -> int:
+        """Log-probabilities of its prompt, those of likely tokens included, that it holds or will hold until its first round sends them."""
+        num_top = self.request.prompt_logprobs
+        return 0 if num_top is None or self.counts.num_target_passes else (len(self.request.prompt) - 1) * (1 + num_top)
+
+    @property
     def drafts(self) -> bool:
         """A drafter should draft for it now, whether or not it has one."""
         return self.uses_drafters and not self.done and (self.required or self.statistics.wants_trees(self.number))
@@ -358,9 +364,10 @@ class Session:
         if self.history is not None:
             self.history.extend(run)
         fits = self.matcher is None or self.matcher.advance(run)
-        prefilled = (
-            Prefilled(self.num_cached or 0, tuple(self.prompt_logprobs)) if self.counts.num_target_passes == 1 else None
-        )
+        prefilled = None
+        if self.counts.num_target_passes == 1:
+            prefilled = Prefilled(self.num_cached or 0, tuple(self.prompt_logprobs))
+            self.prompt_logprobs = []
         finish = None
         if not fits:
             finish = self.finish(FinishReason.ABORTED)

@@ -7,6 +7,8 @@ import pytest
 from support.services import collect, in_process, over_grpc, request, tabular_pair
 
 from rootward.ports import Rows
+from verifier_service import kv_admission
+from verifier_service.session import Session
 
 
 def own_logprobs(model, prompt):
@@ -60,6 +62,33 @@ async def test_side_by_side_with_other_work():
         assert all(len(one.result()[0]) == 40 for one in others)
     for task, logprobs in zip(asked, wanted, strict=True):
         assert [one.logprob for one in task.result().prefilled.logprobs] == pytest.approx(logprobs, abs=1e-5)
+
+
+async def test_sessions_take_turns_when_theirs_are_too_many(monkeypatch):
+    monkeypatch.setattr(kv_admission, "MAX_HELD_LOGPROBS", 12)
+    target, draft = tabular_pair()
+    prompts = [(1, 2, 3, 4, i) for i in range(5)]
+    held, most, feed = {}, [], Session.feed
+
+    def watched(session, size, logprobs):
+        feed(session, size, logprobs)
+        live = {number: one for number, one in held.items() if not one.done} | {session.number: session}
+        held.update(live)
+        most.append(sum(len(one.prompt_logprobs) * 2 for one in live.values()))
+
+    monkeypatch.setattr(Session, "feed", watched)
+    async with in_process(target, draft, max_num_batched_tokens=4) as system:
+        async with asyncio.TaskGroup() as group:
+            asked = [
+                group.create_task(first(system.verifier, request(f"r{i}", p, prompt_logprobs=1)))
+                for i, p in enumerate(prompts)
+            ]
+            other = group.create_task(collect(system.verifier, request("other", (1, 2))))
+    for prompt, one in zip(prompts, asked, strict=True):
+        wanted = own_logprobs(target, prompt)[0]
+        assert [own.logprob for own in one.result().prefilled.logprobs] == pytest.approx(wanted, abs=1e-5)
+    assert len(other.result()[0]) == 40
+    assert max(most) == 8  # of one session; without turns they are up to 40
 
 
 async def test_salts_and_cached_tokens():

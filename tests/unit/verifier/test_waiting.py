@@ -9,7 +9,7 @@ from itertools import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verifier_service.kv_admission import WaitingQueue
+from verifier_service.kv_admission import MAX_HELD_LOGPROBS, WaitingQueue
 
 NUMBERS = count()
 
@@ -20,6 +20,7 @@ class One:
     priority: int = 0
     done: bool = False
     has_run: bool = False  # and was preempted
+    num_held_logprobs: int = 0
     number: int = field(default_factory=lambda: next(NUMBERS))
 
     @property
@@ -138,3 +139,34 @@ def test_each_request_that_is_not_cancelled_gets_one_slot(moves: list[tuple[One,
 def test_preempted_ones_do_not_fill_the_queue() -> None:
     waiting = line(One(), One(), One(has_run=True))
     assert (waiting.num_fresh, len(waiting)) == (2, 3)
+
+
+def test_logprobs_of_prompts_are_bounded_and_only_those_that_ask_for_them_wait() -> None:
+    """Sixteen sessions with as many as one may have took two gigabytes of a verifier."""
+    half = MAX_HELD_LOGPROBS // 2
+    running = [One(num_held_logprobs=half)]
+    more, few, plain = One(num_held_logprobs=half + 1), One(num_held_logprobs=1), One()
+    waiting = line(more, few, plain)
+    assert served(waiting, running) is plain
+    assert waiting.head(running) is None
+    running[0].num_held_logprobs -= 1
+    assert served(waiting, running) is more
+    assert waiting.head([*running, more]) is None
+    assert served(waiting, [more]) is few
+
+
+def test_one_session_may_have_more_logprobs_than_there_is_room_for() -> None:
+    alone = One(num_held_logprobs=2 * MAX_HELD_LOGPROBS)
+    waiting = line(alone)
+    assert waiting.head([One(num_held_logprobs=1)]) is None
+    assert served(waiting, [One()]) is alone
+
+
+def test_a_preempted_session_keeps_its_room_for_logprobs_and_waits_for_none() -> None:
+    preempted, fresh = One(has_run=True, num_held_logprobs=MAX_HELD_LOGPROBS), One(num_held_logprobs=1)
+    waiting = line(fresh, preempted)
+    assert served(waiting, [One(num_held_logprobs=1)]) is preempted
+    assert waiting.head([preempted]) is None
+    waiting.push(preempted)
+    preempted.done = True
+    assert served(waiting) is fresh
