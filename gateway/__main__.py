@@ -8,6 +8,7 @@ import sys
 from contextlib import AsyncExitStack
 from functools import partial
 
+from gateway.admission import LogprobLimit
 from gateway.app import build_app
 from gateway.auth import Access, Keys
 from gateway.autoscaling import scaler_port
@@ -99,7 +100,7 @@ async def serve(settings: GatewaySettings) -> None:
 
 
 async def _models(settings: GatewaySettings, store: Store, registry: Registry | None, stack: AsyncExitStack) -> Models:
-    watching = Watching(loop_time)
+    watching, logprob_limit = Watching(loop_time), LogprobLimit(settings.max_held_logprobs)
     several, services = len(settings.served) > 1, []
     for served in settings.served:
         tokenizer = await asyncio.to_thread(
@@ -123,6 +124,7 @@ async def _models(settings: GatewaySettings, store: Store, registry: Registry | 
             settings=settings,
             served_model=served.name,
             watching=watching,
+            logprob_limit=logprob_limit,
             beside_others=several,
             http_sampling=sampling,
         )

@@ -1,4 +1,4 @@
-"""Admission: numbers of running and waiting requests, and their order.
+"""Admission: numbers of running and waiting requests, and their order; the log-probabilities that answers in progress hold.
 
 A request that finds neither a slot nor room in the queue is refused at once, so that queues stay short. A free slot goes to the request
 with the lowest priority value, then of the tenant with the fewest running requests, then to the first one. A full queue makes room for a
@@ -11,12 +11,13 @@ import asyncio
 import itertools
 import math
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from rootward.errors import Overloaded, Unavailable
+from rootward.errors import Overloaded, ServiceError, Unavailable
 
+MAX_HELD_LOGPROBS = 1 << 21  # those of likely tokens included: each takes about 130 bytes until the answer is written
 RETRY_AFTER_S = 1.0
 LONGEST_RETRY_AFTER_S = 60.0
 NEWEST = 0.1  # weight of the newest observation in the mean time between two ends
@@ -149,6 +150,53 @@ class Admission:
         if self._last_end > -math.inf:
             self._between_ends_s += NEWEST * (min(now - self._last_end, LONGEST_RETRY_AFTER_S) - self._between_ends_s)
         self._last_end = now
+
+
+@dataclass(slots=True, eq=False)
+class LogprobShare:
+    """Log-probabilities that one answer holds, those of likely tokens included. `end` ends its generation with an error."""
+
+    limit: LogprobLimit
+    end: Callable[[ServiceError], object]
+    number: int = 0
+    growing: bool = True  # it can still be ended; otherwise it is written, sent, or ends already
+
+    def add(self, number: int) -> None:
+        """Hold so many more. Beyond the limit of all answers together, the answers with the most are ended, perhaps this one."""
+        self.number += number
+        self.limit.end_largest()
+
+
+class LogprobLimit:
+    """Bounds what all answers in progress hold. An answer's own log-probabilities are bounded, but clients ask for many at a time, and how
+    many an output will have is not known before it ends."""
+
+    def __init__(self, most: int = MAX_HELD_LOGPROBS):
+        self._most = most
+        self._shares: set[LogprobShare] = set()
+
+    @asynccontextmanager
+    async def share(self, end: Callable[[ServiceError], object]) -> AsyncIterator[LogprobShare]:
+        """The share of an answer, which is given back on leaving."""
+        share = LogprobShare(self, end)
+        self._shares.add(share)
+        try:
+            yield share
+        finally:
+            self._shares.discard(share)
+
+    def end_largest(self) -> None:
+        """End answers until those that go on hold no more than the limit; those that are complete count, and are not ended."""
+        while sum(share.number for share in self._shares) > self._most:
+            largest = max(
+                (share for share in self._shares if share.growing), key=lambda share: share.number, default=None
+            )
+            if largest is None or not largest.number:
+                return
+            self._shares.discard(largest)
+            largest.growing = False
+            fix = f"of all answers in progress are more than {self._most}, and this one has the most; ask for fewer, or for fewer at once"
+            largest.end(Overloaded(f"log-probabilities {fix}", retry_after_s=RETRY_AFTER_S))
 
 
 def retry_after_s(wait_s: float) -> float:

@@ -72,7 +72,7 @@ class Answer:
     _num_echoed: dict[int, int] = field(default_factory=dict)  # characters of the echoed prompt, by output
 
     def __post_init__(self) -> None:
-        self.tally = Tally(self.request.n)
+        self.tally = Tally(self.request.n, holds_output=not self.body.stream or self.typed_events)
 
     def names(self, token: int) -> TokenName:
         return token_name(self.service.tokenizer, token)

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
+from gateway.admission import LogprobShare
 from gateway.planning import MAX_ID_CHARACTERS, MAX_PROMPT_LOGPROBS
 from gateway.requests import Delta, Ending, GenerateRequest
 from rootward.client.types import Usage
@@ -111,9 +112,14 @@ async def concurrent_deltas(generate: Generate, requests: Sequence[GenerateReque
 
 @dataclass(slots=True)
 class Tally:
-    """Totals over the deltas received so far, by output. A prompt counts once, not once per choice."""
+    """Totals over the deltas received so far, by output. A prompt counts once, not once per choice.
+
+    share: is told of the log-probabilities that the answer holds; holds_output: those of the output are among them, since the answer is
+    sent at its end."""
 
     num_choices: int = 1
+    share: LogprobShare | None = None
+    holds_output: bool = False
     endings: dict[int, Ending] = field(default_factory=dict)
     prompts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
@@ -127,11 +133,23 @@ class Tally:
             if self._num_prompt_logprobs > MAX_PROMPT_LOGPROBS:
                 fix = f"of all prompts are more than {MAX_PROMPT_LOGPROBS}; ask for fewer per token, or send fewer prompts at once"
                 raise InvalidRequest("prompt_logprobs", self._num_prompt_logprobs, fix)
+            self._hold(delta.prompt_logprobs)
+        if self.holds_output:
+            self._hold([span.logprob for span in delta.spans if span.logprob is not None])
         self._ends[delta.index] = delta.offset + len(delta.spans)
         self.prompts[delta.index] = delta.prompt
         self.prompt_logprobs[delta.index] = delta.prompt_logprobs
         if delta.ending is not None:
             self.endings[delta.index] = delta.ending
+
+    def completed(self) -> None:
+        """All outputs have ended: the answer is written now, and not ended to make room for others."""
+        if self.share is not None:
+            self.share.growing = False
+
+    def _hold(self, logprobs: Sequence[TokenLogprob]) -> None:
+        if self.share is not None and logprobs:
+            self.share.add(len(logprobs) * (1 + len(logprobs[0].top)))
 
     @property
     def usage(self) -> Usage:

@@ -7,11 +7,11 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from gateway.admission import Admission
+from gateway.admission import Admission, LogprobLimit, LogprobShare
 from gateway.auth import Scope, caller
 from gateway.choices import is_output_of
 from gateway.detokenizer import Output
@@ -58,13 +58,14 @@ class GatewayService:
         settings: GatewaySettings,
         served_model: str,
         watching: Watching | None = None,
+        logprob_limit: LogprobLimit | None = None,
         beside_others: bool = False,
         http_sampling: Sampling | None = None,
         lease_s: float = LEASE_S,
     ):
-        """store: closed by the caller. watching: shared by the models of a gateway. beside_others: request ids are shared with services of
-        other models, and a resumed request must name the model that it began with. http_sampling: for HTTP requests that give
-        none (default: OpenAI's). lease_s: of a running request, unless renewed."""
+        """store: closed by the caller. watching, logprob_limit: shared by the models of a gateway. beside_others: request ids are shared
+        with services of other models, and a resumed request must name the model that it began with. http_sampling: for HTTP requests that
+        give none (default: OpenAI's). lease_s: of a running request, unless renewed."""
         self.tokenizer, self.upstreams, self.served_model = tokenizer, upstreams, served_model
         self.settings, self.http_sampling = settings, http_sampling or Sampling()
         self.admission = Admission(
@@ -72,6 +73,7 @@ class GatewayService:
             max_num_queued_reqs=self.settings.max_num_queued_reqs,
             max_num_queued_tokens=self.settings.max_num_queued_tokens,
         )
+        self._logprob_limit = logprob_limit or LogprobLimit()
         self.worker = f"gateway-{uuid.uuid4().hex[:8]}"
         self.incarnation = secrets.randbits(64)
         self.metrics, self.watching = Metrics(), watching or Watching(loop_time)
@@ -226,6 +228,10 @@ class GatewayService:
         for live in found:
             live.cutoff.abort(error)
         return [i for i in request_ids if any(is_output_of(live.request_id, [i]) for live in found)]
+
+    def logprob_share(self, request: GenerateRequest) -> AbstractAsyncContextManager[LogprobShare]:
+        """The share of an answer, with all its outputs, in the log-probabilities that the gateway holds. Overloaded ends the largest."""
+        return self._logprob_limit.share(lambda error: self.abort([request.request_id], error, tenant=request.tenant))
 
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests, let the others end until `timeout_s`, abort the rest. Returns the number of aborted requests."""

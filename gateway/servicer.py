@@ -7,7 +7,7 @@ import json
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -78,10 +78,11 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
                     raise UnsupportedParameter("response.trees", True, fix)
                 service = self._models.of(request.model)
                 wanted = _request(service, request, context)
-                deltas, tally = await _deltas(service, wanted, context), Tally(wanted.n)
+                requests, tally = await _outputs(service, wanted, context), Tally(wanted.n, holds_output=True)
+            deltas = concurrent_deltas(service.generate, requests)
             spans: dict[int, list[Span]] = {}
             choices: dict[int, generate_pb2.Choice] = {}
-            async with aclosing(deltas):
+            async with service.logprob_share(requests[0]) as tally.share, aclosing(deltas):
                 async for delta in deltas:
                     tally.add(delta)
                     spans.setdefault(delta.index, []).extend(delta.spans)
@@ -105,8 +106,9 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
             with self._models.calls.counting():
                 service = self._models.of(request.model)
                 wanted = _request(service, request, context)
-                deltas, tally = await _deltas(service, wanted, context), Tally(wanted.n)
-            async with aclosing(coalesced(deltas, request.response.stream_interval)) as runs:
+                requests, tally = await _outputs(service, wanted, context), Tally(wanted.n)
+            runs = coalesced(concurrent_deltas(service.generate, requests), request.response.stream_interval)
+            async with service.logprob_share(requests[0]) as tally.share, aclosing(runs):
                 async for delta in runs:
                     tally.add(delta)
                     chunk = await service.tokenizer_pool.answer(_size(delta), chunk_to_pb, delta, request.response)
@@ -137,12 +139,12 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
         return generate_pb2.DetokenizeResponse(text=text)
 
 
-async def _deltas(service: GatewayService, wanted: GenerateRequest, context: Context) -> AsyncGenerator[Delta, None]:
-    """All choices as one stream. Sends the request id at once, as initial metadata."""
+async def _outputs(service: GatewayService, wanted: GenerateRequest, context: Context) -> list[GenerateRequest]:
+    """One request for each choice. Sends the request id at once, as initial metadata."""
     requests = await tokenised(outputs(wanted), service.prompt_ids)
     check_name("request_id", requests[0].request_id)
     await context.send_initial_metadata((("x-request-id", requests[0].request_id),))
-    return concurrent_deltas(service.generate, requests)
+    return requests
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):

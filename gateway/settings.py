@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from gateway.admission import MAX_HELD_LOGPROBS
 from gateway.http_guard import LOCAL_HOSTS
 from gateway.session_store import Rate
 from gateway.stored_responses import LIFETIME_S, MAX_BYTES, MAX_RESPONSES
@@ -120,6 +121,11 @@ class GatewaySettings(ProcessSettings):
     max_num_seqs: int = Field(256, ge=1, description="requests at verifiers at one time")
     max_num_queued_reqs: int = Field(256, ge=0, description="requests that may wait for a place")
     max_num_queued_tokens: int = Field(1 << 20, ge=1, description="prompt tokens that may wait for a place")
+    max_held_logprobs: int = Field(
+        MAX_HELD_LOGPROBS,
+        ge=1,
+        description="log-probabilities that answers in progress hold; each takes about 130 bytes",
+    )
     max_prompt_tokens: int = Field(0, ge=0, description="longest prompt of a request (default: the context)")
     max_prompt_characters: int = Field(
         0, ge=0, description="longest prompt in characters (default: 16 for every token of the context)"

@@ -48,7 +48,7 @@ class GenerationResponse(Response):
             with self._calls.counting():
                 requests = await tokenised(outputs(answer.request, body.prompts), service.prompt_ids)
             deltas = coalesced(concurrent_deltas(service.generate, requests), body.stream_interval)
-            async with aclosing(deltas):
+            async with service.logprob_share(answer.request) as answer.tally.share, aclosing(deltas):
                 if not body.stream:
                     whole = json_response(await answer.settled(await _collected(answer, deltas)), headers=headers)
                     await send({"type": "http.response.start", "status": 200, "headers": whole.raw_headers})
@@ -80,6 +80,7 @@ async def _collected(answer: Answer, deltas: AsyncIterator[Delta]) -> dict[str, 
     async for delta in deltas:
         spans.setdefault(delta.index, []).extend(delta.spans)
         answer.tally.add(delta)
+    answer.tally.completed()
     size = answer.size(answer.tally.prompts.values(), sum(map(len, spans.values())))
     return await answer.service.tokenizer_pool.answer(size, answer.whole, spans)
 

@@ -77,13 +77,12 @@ async def test_sessions_take_turns_when_theirs_are_too_many(monkeypatch):
         most.append(sum(len(one.prompt_logprobs) * 2 for one in live.values()))
 
     monkeypatch.setattr(Session, "feed", watched)
-    async with in_process(target, draft, max_num_batched_tokens=4) as system:
-        async with asyncio.TaskGroup() as group:
-            asked = [
-                group.create_task(first(system.verifier, request(f"r{i}", p, prompt_logprobs=1)))
-                for i, p in enumerate(prompts)
-            ]
-            other = group.create_task(collect(system.verifier, request("other", (1, 2))))
+    async with in_process(target, draft, max_num_batched_tokens=4) as system, asyncio.TaskGroup() as group:
+        asked = [
+            group.create_task(first(system.verifier, request(f"r{i}", p, prompt_logprobs=1)))
+            for i, p in enumerate(prompts)
+        ]
+        other = group.create_task(collect(system.verifier, request("other", (1, 2))))
     for prompt, one in zip(prompts, asked, strict=True):
         wanted = own_logprobs(target, prompt)[0]
         assert [own.logprob for own in one.result().prefilled.logprobs] == pytest.approx(wanted, abs=1e-5)

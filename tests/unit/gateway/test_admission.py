@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from gateway.admission import Admission
+from gateway.admission import Admission, LogprobLimit
 from rootward.errors import Overloaded, Unavailable
 
 
@@ -168,3 +168,33 @@ async def test_a_full_queue_refuses_the_newest_request_of_the_tenant_that_fills_
     await asyncio.gather(*many[:2], few)
     assert sorted(order) == ["few", "many", "many"]
     assert await is_at_rest(admission)
+
+
+async def test_the_answer_with_the_most_logprobs_is_ended_when_all_have_too_many():
+    limit, ended = LogprobLimit(10), []
+    async with limit.share(ended.append) as large, limit.share(pytest.fail) as small:
+        large.add(8)
+        small.add(2)
+        assert not ended
+        small.add(1)
+        (error,) = ended
+        assert isinstance(error, Overloaded)
+        assert error.retry_after_s
+        assert "more than 10" in str(error)
+        small.add(7)  # the ended one counts no more
+        large.add(1)
+        assert len(ended) == 1
+
+
+async def test_an_answer_that_is_complete_counts_and_is_not_ended():
+    limit, ended = LogprobLimit(10), []
+    async with limit.share(pytest.fail) as complete:
+        complete.add(9)
+        complete.growing = False
+        async with limit.share(ended.append) as growing:
+            growing.add(1)
+            assert not ended
+            growing.add(1)
+        assert len(ended) == 1
+    async with limit.share(pytest.fail) as later:  # what an answer held is given back
+        later.add(10)

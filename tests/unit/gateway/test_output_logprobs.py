@@ -15,6 +15,7 @@ from unit.gateway.test_tools import with_tools
 from unit.gateway.verifier_for_tests import MODEL, SpellingVerifier
 
 from gateway import answers, planning, response_answers, servicer, streaming, tokenizer
+from gateway.admission import LogprobLimit
 from gateway.app import build_app
 from gateway.choices import outputs
 from gateway.models import Models
@@ -160,6 +161,55 @@ async def test_a_chat_without_max_tokens_ends_where_its_logprobs_are_as_many_as_
             entries = [entry for choice in own if choice["logprobs"] for entry in choice["logprobs"]["content"]]
             assert len(entries) == 6 < len(IDS)
             assert own[-1]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "held"),
+    [
+        ("chat/completions", CHAT, True),
+        ("chat/completions", CHAT | {"stream": True}, False),
+        ("completions", COMPLETION | {"max_tokens": 100}, True),
+        ("completions", COMPLETION | {"max_tokens": 100, "stream": True}, False),
+        ("completions", {"prompt": "x" * 200, "max_tokens": 100, "prompt_logprobs": 2, "stream": True}, True),
+        ("completions", {"prompt": "x" * 200, "max_tokens": 100, "prompt_logprobs": 2}, True),
+        ("responses", RESPONSE, True),
+        ("responses", RESPONSE | {"stream": True}, True),
+    ],
+)
+async def test_the_logprobs_of_all_answers_in_progress_are_bounded(path, body, held):
+    """Each answer has fewer than one may have, but 256 of them took tens of gigabytes."""
+    verifier = SpellingVerifier("x" * 90, model=LONG, delay_s=0.005)
+    async with serving(verifier) as service:
+        service.tokenizer, service._logprob_limit = with_tools(), LogprobLimit(200)
+        transport = httpx.ASGITransport(build_app(Models([service])), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60) as client:
+            small = {"prompt": "a", "max_tokens": 90, "logprobs": 0}
+            other = asyncio.create_task(client.post("/v1/completions", json=small))
+            answer = await client.post(f"/v1/{path}", json=body)
+            assert ("more than 200" in answer.text) is held
+            if held and not body.get("stream"):
+                assert answer.status_code == 429
+                assert answer.headers["retry-after"]
+            assert len((await other).json()["choices"][0]["logprobs"]["tokens"]) == 90
+        assert not service._logprob_limit._shares
+        await at_rest(service)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_logprobs_of_all_answers_are_bounded_over_grpc(stream):
+    async with (
+        grpc_serving(SpellingVerifier("x" * 90, model=LONG)) as (service, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        service._logprob_limit = LogprobLimit(200)
+        stub = G_grpc.InferenceStub(channel)
+        request = G.GenerateRequest(text="a", response=G.ResponseOptions(logprobs=20))
+        if stream:  # a client has the first ones before the last ones are there
+            assert [chunk async for chunk in stub.GenerateStream(request)]
+            return
+        with pytest.raises(grpc.aio.AioRpcError, match="more than 200") as caught:
+            await stub.Generate(request)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 # -- The event loop -----------------------------------------------------------------------------------------------------
