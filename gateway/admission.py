@@ -159,12 +159,11 @@ class LogprobShare:
     limit: LogprobLimit
     end: Callable[[ServiceError], object]
     number: int = 0
-    growing: bool = True  # it can still be ended; otherwise it is written, sent, or ends already
+    growing: bool = True  # it can still be ended; otherwise it is written and sent
 
     def add(self, number: int) -> None:
         """Hold so many more. Beyond the limit of all answers together, the answers with the most are ended, perhaps this one."""
-        self.number += number
-        self.limit.end_largest()
+        self.limit.hold(self, number)
 
 
 class LogprobLimit:
@@ -172,8 +171,8 @@ class LogprobLimit:
     many an output will have is not known before it ends."""
 
     def __init__(self, most: int = MAX_HELD_LOGPROBS):
-        self._most = most
-        self._shares: set[LogprobShare] = set()
+        self._most, self._held = most, 0
+        self._shares: set[LogprobShare] = set()  # of answers in progress, without those that were ended
 
     @asynccontextmanager
     async def share(self, end: Callable[[ServiceError], object]) -> AsyncIterator[LogprobShare]:
@@ -183,20 +182,26 @@ class LogprobLimit:
         try:
             yield share
         finally:
-            self._shares.discard(share)
+            self._remove(share)
 
-    def end_largest(self) -> None:
-        """End answers until those that go on hold no more than the limit; those that are complete count, and are not ended."""
-        while sum(share.number for share in self._shares) > self._most:
-            largest = max(
-                (share for share in self._shares if share.growing), key=lambda share: share.number, default=None
-            )
-            if largest is None or not largest.number:
+    def hold(self, share: LogprobShare, number: int) -> None:
+        """Count them, and end answers until those that go on hold no more than the limit. Complete ones count and are not ended."""
+        share.number += number
+        if share in self._shares:
+            self._held += number
+        while self._held > self._most:
+            growing = [other for other in self._shares if other.growing and other.number]
+            if not growing:
                 return
-            self._shares.discard(largest)
-            largest.growing = False
+            largest = max(growing, key=lambda other: other.number)
+            self._remove(largest)
             fix = f"of all answers in progress are more than {self._most}, and this one has the most; ask for fewer, or for fewer at once"
             largest.end(Overloaded(f"log-probabilities {fix}", retry_after_s=RETRY_AFTER_S))
+
+    def _remove(self, share: LogprobShare) -> None:
+        if share in self._shares:
+            self._shares.remove(share)
+            self._held -= share.number
 
 
 def retry_after_s(wait_s: float) -> float:
