@@ -39,7 +39,7 @@ class GenerationResponse(Response):
         await _unless_disconnected(receive, self._answered(scope, receive, send), limit_s)
 
     async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the headers of a stream with the first delta, so that a refusal has its own status."""
+        """Sends the headers of a stream with its first part, so that a refusal has its own status."""
         answer, service, body = self._answer, self._answer.service, self._answer.body
         with_ids = answer.resumable and _reads_ids(Headers(scope=scope))
         headers = {"x-request-id": answer.request.request_id}
@@ -56,12 +56,12 @@ class GenerationResponse(Response):
                         await _send_part(send, part)
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
                     return
-                first = await anext(deltas)
-                start = Headers({**SSE_HEADERS, **headers}).raw
-                await send({"type": "http.response.start", "status": 200, "headers": start})
-                streaming = True
-                async with aclosing(_events(answer, first, deltas, with_ids=with_ids)) as events:
+                async with aclosing(_events(answer, deltas, with_ids=with_ids)) as events:
                     async for part in events:
+                        if not streaming:
+                            start = Headers({**SSE_HEADERS, **headers}).raw
+                            await send({"type": "http.response.start", "status": 200, "headers": start})
+                            streaming = True
                         await _send_part(send, part)
         except Exception as raised:
             error = answer.named(raised)
@@ -92,16 +92,24 @@ def _reads_ids(headers: Headers) -> bool:
 
 
 async def _events(
-    answer: Answer, first: Delta, deltas: AsyncGenerator[Delta, None], *, with_ids: bool
+    answer: Answer, deltas: AsyncGenerator[Delta, None], *, with_ids: bool
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a stream in parts, with a comment after SILENCE_S without one. The id of an event is the output position after it."""
+    """The events of a stream in parts, with a comment after SILENCE_S without one: proxies end streams, and requests that wait for their
+    headers, in a minute. The id of an event is the output position after it."""
     now = asyncio.get_running_loop().time
-    delta: Delta | None = first
-    last_sent = now()
-    pending: asyncio.Future[Delta | None] | None = None
+    last_sent, is_first = now(), True
+    pending = asyncio.ensure_future(anext(deltas, None))
     try:
-        while delta is not None:
-            prompts = () if delta.offset and delta is not first else (delta.prompt,)
+        while True:
+            while not pending.done():
+                await asyncio.wait({pending}, timeout=max(0.0, last_sent + SILENCE_S - now()))
+                if now() >= last_sent + SILENCE_S:
+                    yield KEEP_ALIVE
+                    last_sent = now()
+            if (delta := pending.result()) is None:
+                break
+            prompts = () if delta.offset and not is_first else (delta.prompt,)
+            is_first = False
             size = answer.size(prompts, len(delta.spans), delta.rounds)
             for chunk in await answer.service.tokenizer_pool.answer(size, answer.chunks, delta):
                 event_id = delta.offset + len(delta.spans) if with_ids else None
@@ -109,14 +117,8 @@ async def _events(
                     yield part
                 last_sent = now()
             pending = asyncio.ensure_future(anext(deltas, None))
-            while not pending.done():
-                await asyncio.wait({pending}, timeout=max(0.0, last_sent + SILENCE_S - now()))
-                if now() >= last_sent + SILENCE_S:
-                    yield KEEP_ALIVE
-                    last_sent = now()
-            delta = pending.result()
     finally:
-        if pending is not None and not pending.done():
+        if not pending.done():
             pending.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await pending

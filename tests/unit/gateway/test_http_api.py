@@ -21,6 +21,7 @@ from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 import rootward
+from gateway import streaming
 from gateway.answers import fingerprint
 from gateway.app import build_app
 from gateway.http_guard import RequestGuard
@@ -105,6 +106,32 @@ async def test_extras_answer_when_asked():
         for value, mode in [(False, "disabled"), (True, "auto"), ("disabled", "disabled"), ({}, "auto")]:
             await client.post("/v1/completions", json={"prompt": "a", "speculation": value})
             assert verifier.requests[-1].speculation.mode.value == mode
+
+
+async def test_a_stream_that_waits_for_its_first_token_has_headers_and_comments(monkeypatch):
+    """Proxies end a request without headers after a minute; a long prompt or the queue may take longer."""
+    monkeypatch.setattr(streaming, "SILENCE_S", 0.05)
+    body = {"prompt": "a", "max_tokens": 3, "stream": True}
+    async with (
+        real_server(SpellingVerifier(delay_s=0.3)) as (_, client),
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        assert answer.status_code == 200
+        parts = [part async for part in answer.aiter_text()]
+    assert parts[0] == ": keep-alive\n\n"
+    (*chunks, done) = events("".join(parts))
+    assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks) == "def f("
+    assert done == "[DONE]"
+
+
+async def test_a_refusal_after_comments_is_an_event(monkeypatch):
+    monkeypatch.setattr(streaming, "SILENCE_S", 0.05)
+    body = {"prompt": "a", "max_tokens": 3, "stream": True}
+    async with real_server(SpellingVerifier(delay_s=30)) as (_, client):
+        answer = await client.post("/v1/completions", json=body, headers={"x-request-timeout-ms": "400"})
+        assert (answer.status_code, json.loads(events(answer.text)[0])["error"]["code"]) == (200, "timeout")
+        soon = await client.post("/v1/completions", json=body, headers={"x-request-timeout-ms": "20"})
+        assert (soon.status_code, soon.json()["error"]["code"]) == (504, "timeout")
 
 
 async def test_defaults_and_spellings():
