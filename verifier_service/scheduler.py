@@ -8,7 +8,8 @@ maximum that followed the load while a tree waits would cut nodes because they d
 to 0.1). So a session for which a step has no room *waits* with its tree and its maximum: for another step if rows are short, for its KV
 to be computed again if blocks are.
 
-    rows      sessions that have waited longest come first; prefill takes the rest, at least a floor and at most a chunk
+    rows      sessions that have waited longest come first; prefill takes the rest, at least a floor and at most a chunk, half of it for
+              the best-ranked session, so that short prompts need not wait for a long one (`_prefill_order`)
     blocks    a session that lacks blocks preempts those of worse rank, the worst first; so the best-ranked session always continues
     gathering sessions with trees wait for others that are nearly ready, where sharing a step saves more time (`gathering_s`)
 """
@@ -194,14 +195,27 @@ def _launch(ready: Iterable[SessionView], rows: int, blocks: _Blocks) -> tuple[l
     return launched, used
 
 
+def _prefill_order(filling: Sequence[SessionView], budget: int) -> list[tuple[SessionView, int]]:
+    """The sessions, by rank, in the order in which they take rows for prefill; and most rows of each.
+
+    Of equal priority, those with the fewest tokens left come first, which makes the mean wait shortest; but half of the rows are for the
+    best-ranked session, if it wants them: so every session comes to its turn."""
+    if not filling:
+        return []
+    first, *others = filling
+    shorter = sum(v.prefill_left for v in others if v.rank[0] == first.rank[0] and v.prefill_left < first.prefill_left)
+    ordered = sorted(others, key=lambda v: (v.rank[0], v.prefill_left, v.rank))
+    return [(first, max(-(-budget // 2), budget - shorter)), *((view, budget) for view in ordered)]
+
+
 def _chunks(
-    filling: Iterable[SessionView], budget: int, blocks: _Blocks
+    filling: Sequence[SessionView], budget: int, blocks: _Blocks
 ) -> tuple[tuple[tuple[int, int], ...], list[SessionView]]:
     """Chunks of prefill, and the sessions that are launched together with the end of theirs."""
     chunks: list[tuple[int, int]] = []
     joined: list[SessionView] = []
-    for view in filling:
-        size = min(view.prefill_left, budget)
+    for view, most in _prefill_order(filling, budget):
+        size = min(view.prefill_left, most, budget)
         if size <= 0:
             break
         whole = size + 1 + _num_nodes(view)

@@ -115,6 +115,29 @@ def test_the_prefill_budget_is_shared_by_rank() -> None:
     assert step.prefill == ((2, 7), (1, 3))
 
 
+def test_a_short_prompt_does_not_wait_for_a_long_one_and_half_of_the_rows_stay_for_the_first() -> None:
+    long, short, other = (SessionView(n, prefill_left=size, rank=(0, n)) for n, size in ((1, 100), (2, 3), (3, 90)))
+    assert decide(long, short).prefill == ((1, 7), (2, 3))
+    assert decide(long, other).prefill == ((1, 5), (3, 5))
+    assert decide(long, other, short).prefill == ((1, 5), (2, 3), (3, 2))
+    assert decide(short, replace(long, rank=(0, 9))).prefill == ((2, 3), (1, 7))  # the first one is the shortest
+    assert decide(long, replace(short, rank=(1, 2))).prefill == ((1, 10),)  # nor does a worse priority overtake
+    assert decide(long, replace(long, session=4, rank=(0, 4))).prefill == ((1, 10),)
+
+
+def test_prompts_of_all_lengths_come_to_their_turn_beside_ever_new_short_ones() -> None:
+    left, steps = {0: 400}, 0
+    while 0 in left:
+        steps += 1
+        left |= {steps: 10}
+        for number, size in decide(*(SessionView(n, prefill_left=k, rank=(0, n)) for n, k in left.items())).prefill:
+            left[number] -= size
+            if not left[number]:
+                del left[number]
+    assert steps <= 80  # in each of which it has five of ten rows
+    assert sum(size < 10 for size in left.values()) <= 1
+
+
 def test_shares_shrink_with_load_down_to_plain_decoding() -> None:
     assert [share(64, n) for n in (0, 1, 2, 16, 32, 64, 1000)] == [63, 63, 31, 3, 1, 0, 0]
     assert decide(waiting(arrived=8, max_nodes=0)).decode == (1,)
