@@ -1,10 +1,11 @@
-"""A running stream beside a long prompt: how long its reader waits while the engine reads the prompt of another request.
+"""A running stream and a short prompt beside a long one: how long their readers wait while the engine reads the prompt of another request.
 
     python -m benchmarks.stalls --model FOLDER --systems rootward llama.cpp --gguf FILE --prompt-tokens 2000 --out RESULT.json
 
-One request streams its answer. While it does, a second one comes with a passage of this repository's documentation; measured are the
-longest time without text of the first, and the time to the first token of the second, until which all is counted. Engines start as in
-`benchmarks.peers`, and each repetition runs them one after another while the others stand still.
+One request streams its answer. While it does, a second one comes with a passage of this repository's documentation, and soon after it a
+third one with a short prompt; measured are the longest time without text of the first, and the times to the first tokens of the others.
+What is said of the first is counted until the second has its first token. Engines start as in `benchmarks.peers`, and each repetition
+runs them one after another while the others stand still.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from rootward.errors import ConfigurationError
 
 SYSTEMS = ("rootward", "llama.cpp", "vllm")  # those with a server
 QUESTION = "Write a long story about {}."
+SHORT = "The capital of France is"
 EVENTS_BEFORE = 40  # of the first stream, after which the second request comes
+SHORT_AFTER_S = 0.1  # after which the third one comes
 MAX_TOKENS = 1000  # of the first answer, which is cut off
 OF_PEERS = (
     "--temperatures",
@@ -51,11 +54,13 @@ OF_PEERS = (
 @dataclass(frozen=True, slots=True)
 class Stall:
     """usual_s: median time between texts of the first stream before the second request comes; longest_s: the longest time without text
-    after that; first_token_s: of the second request; num_texts: of the first stream meanwhile."""
+    after that; num_texts: of the first stream meanwhile; first_token_s, short_first_token_s: from sending the second and the third
+    request to their first tokens."""
 
     usual_s: float
     longest_s: float
     first_token_s: float
+    short_first_token_s: float
     num_texts: int
 
 
@@ -85,28 +90,35 @@ async def stall(engine: peers.HttpEngine, question: str, passage: str) -> Stall:
     """RuntimeError if the first answer ends before the second begins."""
     times: list[float] = []
     second: asyncio.Task[float] | None = None
+    third: asyncio.Task[float] | None = None
 
-    async def first_token() -> float:
-        async with aclosing(text_times(engine, passage, 2)) as arriving:
-            return await anext(arriving)
+    async def first_token_s(prompt: str, after_s: float = 0.0) -> float:
+        await asyncio.sleep(after_s)
+        begin_s = time.perf_counter()
+        async with aclosing(text_times(engine, prompt, 2)) as arriving:
+            return await anext(arriving) - begin_s
 
     sent_s = 0.0
     async with aclosing(text_times(engine, question, MAX_TOKENS)) as arriving:
         async for arrived_s in arriving:
             times.append(arrived_s)
             if len(times) == EVENTS_BEFORE:
-                sent_s, second = time.perf_counter(), asyncio.create_task(first_token())
+                sent_s, second = time.perf_counter(), asyncio.create_task(first_token_s(passage))
+                third = asyncio.create_task(first_token_s(SHORT, SHORT_AFTER_S))
             if second is not None and second.done():
                 break
         else:
             raise RuntimeError(f"{engine.url}: the first answer ended before the second began; give a shorter prompt")
     assert second is not None
-    end_s = await second
+    assert third is not None
+    waited_s, short_waited_s = await second, await third
+    end_s = sent_s + waited_s
     gaps = [(after - before, after) for before, after in itertools.pairwise(times)]
     return Stall(
         usual_s=median(gap for gap, after in gaps if after <= sent_s),
         longest_s=max(gap for gap, after in gaps if after > sent_s),
-        first_token_s=end_s - sent_s,
+        first_token_s=waited_s,
+        short_first_token_s=short_waited_s,
         num_texts=sum(sent_s < arrived_s <= end_s for arrived_s in times),
     )
 
@@ -170,6 +182,7 @@ def as_markdown(report: dict[str, Any]) -> str:
             f"{1e3 * max(values('longest_s')):.0f}",
             f"{median(values('num_texts')):.0f}",
             f"{median(values('first_token_s')):.1f}",
+            f"{median(values('short_first_token_s')):.2f}",
         ]
 
     heads = (
@@ -179,6 +192,7 @@ def as_markdown(report: dict[str, Any]) -> str:
         "longest of all runs, ms",
         "texts while the prompt is read",
         "first token of the second, s",
+        "of the third, short, s",
     )
     title = f"{report['model']}, {report['dtype']}, {report['hardware']}, prompts of {report['prompt_tokens']} tokens"
     return f"{title}\n\n{markdown_table(heads, [row(series) for series in report['series']])}\n"
@@ -188,7 +202,7 @@ def as_markdown(report: dict[str, Any]) -> str:
 def main(argv: Sequence[str]) -> None:
     found = peers.parser()
     found.prog, found.description = "python -m benchmarks.stalls", (__doc__ or "").splitlines()[0]
-    found.set_defaults(systems=list(SYSTEMS), batches=[2], prompt_tokens=2000, max_model_len=4096, repeats=5)
+    found.set_defaults(systems=list(SYSTEMS), batches=[3], prompt_tokens=2000, max_model_len=4096, repeats=5)
     given = found.parse_args(argv)
     if other := next((word for word in argv if word.partition("=")[0] in OF_PEERS), None):
         raise ConfigurationError(f"{other}: is an option of benchmarks.peers alone; leave it out")
