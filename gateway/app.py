@@ -66,6 +66,7 @@ def build_app(
         version=rootward.__version__,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # behind a proxy that ends TLS, to an address without it: clients would send the prompt in clear
         responses=REFUSAL,
         strict_content_type=False,  # `http_guard` checks it
         # Spans are those of `rootward.tracing`, which have no contents of requests and honour the sampling share.

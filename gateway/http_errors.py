@@ -122,6 +122,8 @@ def http_error(error: Exception, *, path: str = "", request_id: str = "") -> Htt
 def not_served(error: HTTPException, *, method: str, path: str) -> HttpError:
     """The response to a request whose path or method no endpoint has."""
     kind, fix = _NOT_FOUND, "is not served; GET /openapi.json lists what is"
+    if path.endswith("/"):
+        fix += ", without a slash at the end"
     if error.status_code == 405:
         kind, fix = _METHOD_NOT_ALLOWED, f"is not served; use {(error.headers or {}).get('Allow', 'another method')}"
     return HttpError(error.status_code, _body(f"{method} {path}: {fix}", kind, None), dict(error.headers or {}))

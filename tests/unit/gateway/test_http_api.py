@@ -108,6 +108,17 @@ async def test_extras_answer_when_asked():
             assert verifier.requests[-1].speculation.mode.value == mode
 
 
+async def test_a_slash_at_the_end_of_a_path_is_refused_and_not_redirected():
+    """Behind a proxy that ends TLS the gateway knows no https: a redirect sent clients to http, with their prompts."""
+    async with api() as (_, client):
+        for path in ("/v1/completions/", "/v1/chat/completions/", "/tokenize/"):
+            told = await client.post(path, json={"prompt": "a"})
+            assert told.status_code == 404
+            assert told.json()["error"]["message"].endswith("lists what is, without a slash at the end")
+        assert (await client.get("/v1/models/")).status_code == 200
+        assert (await client.get("/page/index.html")).status_code == 200
+
+
 async def test_a_stream_that_waits_for_its_first_token_has_headers_and_comments(monkeypatch):
     """Proxies end a request without headers after a minute; a long prompt or the queue may take longer."""
     monkeypatch.setattr(streaming, "SILENCE_S", 0.05)
