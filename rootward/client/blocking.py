@@ -23,7 +23,7 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 class ClosedError(APIError):
-    """The client was closed."""
+    """The client was closed, or was created before this process was forked from another one."""
 
 
 class LoopThread:
@@ -37,7 +37,10 @@ class LoopThread:
         self._lock = threading.Lock()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; Ctrl-C cancels it. ClosedError after `close`."""
+        """The result of `work`; Ctrl-C cancels it. ClosedError after `close`, and in a forked process."""
+        if not (self._thread.is_alive() or self._closed):  # threads do not survive a fork
+            work.close()
+            raise ClosedError("the client was created before this process was forked; create one in each process")
         with self._lock:
             if self._closed:
                 work.close()
@@ -63,7 +66,9 @@ class LoopThread:
             self._loop.call_soon_threadsafe(callback)
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `last`, then end the calls of other threads and the thread. Idempotent."""
+        """Run `last`, then end the calls of other threads and the thread. Idempotent; a forked process leaves them to the other one."""
+        if not self._thread.is_alive():
+            return
         with self._lock:
             if self._closed:
                 return

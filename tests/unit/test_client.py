@@ -626,3 +626,26 @@ def test_a_blocking_client_that_is_closed_ends_the_calls_of_other_threads():
     client.close()
     waiting.join(60)
     assert raised == [ClosedError]
+
+
+def test_a_client_of_a_process_that_was_forked_says_so():
+    """Its thread is in the other process, so a call waited for ever."""
+    code = """
+import os
+from rootward.client import Client
+from rootward.client.blocking import ClosedError
+
+client = Client("127.0.0.1:1")
+child = os.fork()
+if not child:
+    try:
+        client.generate("a")
+    except ClosedError as error:
+        print(error, flush=True)
+    client.close()
+    os._exit(0)
+os.waitpid(child, 0)
+client.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "the client was created before this process was forked; create one in each process\n"
