@@ -37,8 +37,8 @@ from rootward.engine.head_weights import (
 )
 from rootward.engine.kv_cache import PagedLayer, gathered
 
-ARCHITECTURES = {"DFlashDraftModel", "DFlashSpeculator"}
-KNOWN = {"target_layer_ids", "mask_token_id", "block_size", "causal"}  # in `dflash_config`
+ARCHITECTURES = {"DFlashDraftModel", "DFlashSpeculator", "QwenDFlashDraftModel"}  # of z-lab, speculators, AngelSlim
+KNOWN = {"target_layer_ids", "mask_token_id", "block_size", "causal", "swa_window_size"}  # in `dflash_config`
 # Options of kin, by the value that leaves a head as it is computed here.
 PLAIN: dict[str, Any] = {
     "attention_sink_bias": False,
@@ -110,7 +110,7 @@ class BlockHead:
         check_attention(config.num_attention_heads, config.num_key_value_heads)
         self.has_groups = config.num_attention_heads != config.num_key_value_heads
         size, eps = self.hidden_size, config.rms_norm_eps
-        self.embedding = weights.embedding(size)
+        self.embedding_scale, self.embedding = weights.embedding_scale, weights.embedding(size)
         self.fc = weights.linear({"fc": size}, len(self.states) * weights.target_size)
         self.hidden_norm, self.norm = (weights.torch_norm(name, size, eps) for name in ("hidden_norm", "norm"))
         self.output = weights.output(size)
@@ -137,7 +137,7 @@ class BlockHead:
         ids_AB = token_A[:, None].repeat(1, self.block_size)
         ids_AB[:, 1:] = self.mask_token
         position_AB = length_A[:, None] + torch.arange(self.block_size, device=self.device)
-        x = functional.embedding(ids_AB, self.embedding).float()
+        x = functional.embedding(ids_AB, self.embedding).float() * self.embedding_scale
         masks: dict[tuple[int | None, bool], torch.Tensor] = {}
         for layer, own in zip(self.layers, kept, strict=True):
             kind = layer.window, layer.causal
@@ -219,7 +219,7 @@ def _refuse_kin(raw: dict[str, Any], options: dict[str, Any]) -> None:
     if unknown := set(raw.get("dflash_config") or ()) - KNOWN - set(PLAIN):
         raise refusal(f"dflash_config: {', '.join(sorted(unknown))} are unknown; a head with them is another head")
     for name, plain in PLAIN.items():
-        if options.get(name, plain) != plain:
+        if options.get(name) not in (None, plain):
             raise refusal(f"{name}: {options[name]!r} is not supported; heads with {plain!r} are")
 
 

@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from rootward.engine.atoms import reduced, reduced_part
+from rootward.engine.attention import FULL, SLIDING
 from rootward.engine.cpu_kernels import SERVED
 from rootward.engine.layers import Linear, Norm, Rotations
 from rootward.engine.model import DEFAULT_MAX_LEN, context_of
@@ -124,6 +125,11 @@ class HeadWeights:
         weight = self.take(f"{name}.weight", size).float()
         return Norm(weight.numpy(), eps) if self.has_kernels else TorchNorm(weight, eps)
 
+    def head_norms(self, counts: dict[str, int], dim: int) -> Any:
+        """float32[H, dim] of norms that are equal for all heads of a kind. counts: numbers of these."""
+        found = [self.take(f"{name}.weight", dim).float().expand(num, -1) for name, num in counts.items()]
+        return torch.cat(found).numpy() if self.has_kernels else torch.cat(found)
+
     def torch_norm(self, name: str, size: int, eps: float) -> TorchNorm:
         """Of rows of any number of dimensions."""
         return TorchNorm(self.take(f"{name}.weight", size).float(), eps)
@@ -135,6 +141,13 @@ class HeadWeights:
         if self.target_size != size:
             raise refusal(f"hidden_size: {size}, the target has {self.target_size}, and embed_tokens.weight is missing")
         return self._embedding
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of the rows of `embedding`, to be asked before it is taken: targets like Gemma scale theirs in the module that looks them
+        up, and a head that uses this module was trained with scaled rows."""
+        module = self._network.get_input_embeddings()
+        return 1.0 if "embed_tokens.weight" in self else float(getattr(module, "scalar_embed_scale", 1.0))
 
     def output(self, size: int) -> Output:
         """The output matrix [V', size] over the draft vocabulary, rows in ascending order of the target's ids."""
@@ -211,7 +224,21 @@ def check_attention(num_q: int, num_kv: int) -> None:
 def layer_config(raw: dict[str, Any]) -> dict[str, Any]:
     """Settings of the decoder layers: of `transformer_layer_config` if there is one, otherwise of the file itself."""
     own = {key: value for key, value in raw.items() if key not in ("transformer_layer_config", "speculators_config")}
-    return {**own, **(raw.get("transformer_layer_config") or {})}
+    found = {**own, **(raw.get("transformer_layer_config") or {})}
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(found.get(name), dict):
+            found[name] = _of_text(found[name])
+    return found
+
+
+def _of_text(rope: dict[str, Any]) -> dict[str, Any]:
+    """Settings of positions that hold for a head. Where they differ between kinds of layers, speculators takes those of sliding ones;
+    positions of several axes ("mrope") are equal on all of them in a text."""
+    rope = next((rope[kind] for kind in (SLIDING, FULL) if isinstance(rope.get(kind), dict)), rope)
+    if "mrope" in (rope.get("rope_type"), rope.get("type")):
+        plain = {key: value for key, value in rope.items() if key not in ("type", "mrope_section")}
+        return plain | {"rope_type": "default"}
+    return rope
 
 
 def read_tensors(folder: Path, *, prefixes: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -83,14 +83,18 @@ class Head:
         self.norm_before_residual = bool(getattr(config, "norm_before_residual", False))
         self.norm_output = bool(getattr(config, "norm_output", False))
         heads = {"q_proj": num_q, "k_proj": num_kv, "v_proj": num_kv}
+        norms = {"q_norm": num_q, "k_norm": num_kv}  # of each head; layers like those of Qwen3 have them
+        has_head_norms = any(f"self_attn.{name}.weight" in weights for name in norms)
         read = 2 * size if self.is_eagle3 else size
         self.layer = Layer(
             dim=dim,
             num_q=num_q,
             num_kv=num_kv,
             qkv=weights.linear({f"self_attn.{name}": num * dim for name, num in heads.items()}, read),
-            head_norms=None,
-            head_eps=0.0,
+            head_norms=weights.head_norms({f"self_attn.{n}": num for n, num in norms.items()}, dim)
+            if has_head_norms
+            else None,
+            head_eps=eps if has_head_norms else 0.0,
             out=weights.linear({"self_attn.o_proj": size}, num_q * dim),
             scaling=dim**-0.5,
             before_mlp=weights.norm("post_attention_layernorm", eps, size),
@@ -172,6 +176,8 @@ class Head:
         layer, positions = self.layer, step.positions.reshape(-1)
         heads = layer.qkv(read.to(self.dtype)).float().view(len(read), -1, layer.dim)
         qk, values = torch.split(heads, [layer.num_q + layer.num_kv, layer.num_kv], 1)
+        if layer.head_norms is not None:
+            qk = functional.rms_norm(qk, (layer.dim,), eps=layer.head_eps) * layer.head_norms
         query, keys = torch.split(self.rotations.of(qk, positions), [layer.num_q, layer.num_kv], 1)
         cells.write(step.write, keys, values)
         x_NE = x_NE + layer.out(self._attended(query, step, cells).to(self.dtype))
@@ -219,6 +225,10 @@ def _load(folder: Path, network: Any) -> Head | BlockHead:
     kind = raw.get("speculators_model_type")
     if kind not in (None, "eagle", "eagle3"):
         raise refusal(f"speculators_model_type: {kind!r}; dflash, eagle and eagle3 are supported")
+    if (raw.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        raise refusal(
+            "use_aux_hidden_state: False is not supported; heads that read three hidden states of the target are"
+        )
     weights = HeadWeights(read_tensors(folder, prefixes=PREFIXES), network)
     config = LlamaConfig(**{**layer_config(raw), "max_position_embeddings": weights.context})
     if int(getattr(config, "num_hidden_layers", 1)) != 1:
@@ -245,10 +255,14 @@ def _states(raw: dict[str, Any], weights: HeadWeights) -> tuple[int, ...]:
     num_layers = weights.num_target_layers
     if "hidden_norm.weight" not in weights:
         return (num_layers,)
-    found = raw.get("eagle_aux_hidden_state_layer_ids") or (raw.get("eagle_config") or {}).get(
-        "eagle_aux_hidden_state_layer_ids"
-    )
+    name, outputs = (
+        "eagle_aux_hidden_state_layer_ids",
+        "aux_hidden_states_layer_ids",
+    )  # the second, of AngelSlim, are outputs
+    found = raw.get(name) or (raw.get("eagle_config") or {}).get(name)
+    if not found and raw.get(outputs):
+        name, found = outputs, [int(i) + 1 for i in raw[outputs]]
     layers = tuple(int(i) for i in found or (2, num_layers // 2, num_layers - 3))
     if min(layers) < 0 or max(layers) >= num_layers:
-        raise refusal(f"eagle_aux_hidden_state_layer_ids: {list(found or layers)}; the target has {num_layers} layers")
+        raise refusal(f"{name}: {raw.get(name, list(layers))}; the target has {num_layers} layers")
     return layers

@@ -73,7 +73,7 @@ def eagle3(
     more_tensors: tuple[str, ...] = (),
     **more: Any,
 ) -> Path:
-    """Write a head. draft_ids: its vocabulary; None: that of the target. more_tensors: `input_norm` or `fc_norm`."""
+    """Write a head. draft_ids: its vocabulary; None: that of the target. more_tensors: `input_norm`, `fc_norm` or `qk_norm`."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -95,6 +95,9 @@ def eagle3(
         tensors["input_norm.weight"] = random(layers * size) + 1
     if "fc_norm" in more_tensors:
         tensors |= {f"fc_norm.{i}.weight": random(size) + 1 for i in range(layers)}
+    if "qk_norm" in more_tensors:
+        dim = config.get("head_dim") or size // config["num_attention_heads"]
+        tensors |= {f"{prefix}self_attn.{name}.weight": random(dim) + 1 for name in ("q_norm", "k_norm")}
     return write(folder, config, tensors, dtype)
 
 

@@ -65,14 +65,14 @@ class Reference:
         """[B - 1, V] of the tokens after this text, of whose last token the target knows nothing yet."""
         w, num = self.w, len(text) - 1
         context = rms(linear(self.states(text)[:num], w["fc.weight"]), w["hidden_norm.weight"])
-        embedding = self.network.get_input_embeddings().weight
-        x = embedding[torch.tensor([text[-1], *[MASK] * (BLOCK - 1)])]
+        embedding = self.network.get_input_embeddings()
+        x = embedding(torch.tensor([text[-1], *[MASK] * (BLOCK - 1)]))
         for i in range(self.layers["num_hidden_layers"]):
             x = self.layer(i, x, context)
         out = rms(x, w["norm.weight"])[1:]
         if "d2t" not in w:
             return linear(out, self.network.lm_head.weight)
-        logits = torch.full((BLOCK - 1, len(embedding)), -torch.inf)
+        logits = torch.full((BLOCK - 1, len(embedding.weight)), -torch.inf)
         logits[:, torch.arange(len(w["d2t"])) + w["d2t"].long()] = linear(out, w["lm_head.weight"])
         return logits
 
@@ -141,8 +141,22 @@ def test_one_pass_gives_the_marginals_of_the_published_formula(
 ) -> None:
     if not kernels:
         monkeypatch.setattr(head_weights, "SERVED", ())
-    model, network = a_model(), a_target()
-    folder = dflash(tmp_path, network, **KINDS[kind])
+    check_marginals(dflash(tmp_path, a_target(), **KINDS[kind]), a_model(), a_target())
+
+
+def test_rows_of_a_target_that_scales_its_embedding_are_scaled(tmp_path: Path) -> None:
+    """As the published code does, which calls the target's module; without that hardly a token was that of the head."""
+
+    def target() -> Any:
+        return networks.tiny("Gemma3TextConfig", num_hidden_layers=6, head_dim=8)
+
+    assert target().get_input_embeddings().scalar_embed_scale > 2
+    model = HuggingFaceModel(target(), name="target", max_slots=4, max_len=64)
+    check_marginals(dflash(tmp_path, target()), model, target())
+
+
+@torch.inference_mode()
+def check_marginals(folder: Path, model: HuggingFaceModel, network: Any) -> None:
     drafts, reference = drafts_of(folder, model), Reference(folder, network)
     model.expose(drafts.reads)
     slot = model.open()
@@ -264,6 +278,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"dflash_config": {"selector_rank": 8}}, "dflash_config: selector_rank"),
     ({"dflash_config": {"output_multiplier": 0.5}}, "output_multiplier: 0.5"),
     ({"dflash_config": {"use_swa": True}}, "use_swa"),
+    ({"dflash_config": {"use_swa": True, "swa_window_size": 512}}, "use_swa: True"),
+    ({"architectures": ["QwenDFlareDraftModel"]}, "architectures: QwenDFlareDraftModel"),
     ({"sample_from_anchor": True}, "sample_from_anchor"),
     ({"projector_type": "domino"}, "projector_type: 'domino'"),
     ({"hidden_act": "gelu"}, "hidden_act"),
@@ -278,6 +294,13 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "match"), REFUSALS, ids=lambda value: value if isinstance(value, str) else "")
 def test_options_of_other_heads_are_refused_by_name(tmp_path: Path, change: dict[str, Any], match: str) -> None:
     refused(changed(dflash(tmp_path, a_target()), **change), match)
+
+
+def test_names_and_settings_that_change_nothing_are_accepted(tmp_path: Path) -> None:
+    unset = {"projector_type": None, "use_swa": False, "swa_window_size": 512}
+    folder = changed(dflash(tmp_path, a_target()), architectures=["QwenDFlashDraftModel"], dflash_config=unset)
+    rope = {kind: {"rope_type": "default", "rope_theta": 300.0} for kind in ("full_attention", "sliding_attention")}
+    load_head(str(changed(folder, rope_parameters=rope, rope_theta=None)), a_target())
 
 
 @pytest.mark.parametrize(

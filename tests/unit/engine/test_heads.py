@@ -100,7 +100,11 @@ class Reference:
         q, k, v = (linear(x, w[f"self_attn.{n}_proj.weight"]) for n in "qkv")
         dim = q.shape[-1] // num_q
         q, k, v = (t.view(len(x), -1, dim).transpose(0, 1) for t in (q, k, v))
-        angle = positions[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+        if "self_attn.q_norm.weight" in w:
+            q, k = (rms(t, w[f"self_attn.{name}_norm.weight"]) for name, t in (("q", q), ("k", k)))
+        nested = self.config.get("rope_parameters", {}).get("sliding_attention", {})
+        theta = nested.get("rope_theta", self.config["rope_theta"])
+        angle = positions[:, None] * theta ** (-torch.arange(0, dim, 2) / dim)
         cos, sin = torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
 
         def turned(t: torch.Tensor) -> torch.Tensor:
@@ -117,6 +121,10 @@ class Reference:
 
 TEXT = [5, 9, 2, 31, 17, 8, 40]
 
+BY_KIND = {
+    "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
 KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_ids": DRAFT_IDS},
     "eagle3 whole vocabulary": {"draft_ids": None},
@@ -125,6 +133,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle3 sliding window": {"draft_ids": DRAFT_IDS, "layer_types": ["sliding_attention"], "sliding_window": 3},
     "speculators": {"draft_ids": DRAFT_IDS, "prefix": "layers.0.", "norm_before_residual": True},
     "speculators norm before fc": {"draft_ids": DRAFT_IDS, "prefix": "layers.0.", "more_tensors": ("input_norm",)},
+    "speculators qwen3": {"draft_ids": DRAFT_IDS, "prefix": "layers.0.", "head_dim": 16, "more_tensors": ("qk_norm",)},
+    "positions by kinds of layers": {"draft_ids": DRAFT_IDS, "rope_parameters": BY_KIND},
+    "positions of several axes": {
+        "draft_ids": DRAFT_IDS,
+        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+    },
     "speculators eagle 3.1": {"draft_ids": DRAFT_IDS, "more_tensors": ("fc_norm",), "norm_output": True},
 }
 
@@ -268,6 +282,16 @@ def test_inputs_for_layers_that_round_theirs_are_the_nearest_bfloat16() -> None:
     torch.testing.assert_close(exact[:, :8], expected)
 
 
+def test_layer_ids_of_angelslim_are_outputs(tmp_path: Path) -> None:
+    network = a_target()
+    folder = changed(eagle3(tmp_path, network, draft_ids=None), aux_hidden_states_layer_ids=[0, 2, 4])
+    assert load_head(str(folder), network).states == (1, 3, 5)
+    refused(
+        changed(folder, aux_hidden_states_layer_ids=[0, 2, 5]),
+        r"aux_hidden_states_layer_ids: \[0, 2, 5\]; the target has 6",
+    )
+
+
 def test_lossy_options_are_refused(tmp_path: Path) -> None:
     folder = eagle3(tmp_path, a_target(), draft_ids=DRAFT_IDS)
     for name, value in (("verifier_accept_k", 3), ("accept_tolerance", 0.1)):
@@ -287,6 +311,7 @@ def test_token_ids_in_the_place_of_offsets_are_refused(tmp_path: Path) -> None:
     [
         ({"eagle_aux_hidden_state_layer_ids": [2, 3, 6]}, "eagle_aux_hidden_state_layer_ids.*6 layers"),
         ({"speculators_model_type": "mlp"}, "speculators_model_type"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state: False"),
         ({"num_hidden_layers": 2}, "num_hidden_layers"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"layer_types": ["linear_attention"]}, "layer_types: linear_attention"),
