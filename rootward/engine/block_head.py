@@ -38,7 +38,14 @@ from rootward.engine.head_weights import (
 from rootward.engine.kv_cache import PagedLayer, gathered
 
 ARCHITECTURES = {"DFlashDraftModel", "DFlashSpeculator", "QwenDFlashDraftModel"}  # of z-lab, speculators, AngelSlim
-KNOWN = {"target_layer_ids", "mask_token_id", "block_size", "causal", "swa_window_size"}  # in `dflash_config`
+KNOWN = {
+    "target_layer_ids",
+    "mask_token_id",
+    "block_size",
+    "causal",
+    "use_swa",
+    "swa_window_size",
+}  # in `dflash_config`
 # Options of kin, by the value that leaves a head as it is computed here.
 PLAIN: dict[str, Any] = {
     "attention_sink_bias": False,
@@ -56,7 +63,6 @@ PLAIN: dict[str, Any] = {
     "sample_from_anchor": False,
     "shift_label": False,
     "use_aux_hidden_state": True,
-    "use_swa": False,
 }
 
 
@@ -229,6 +235,13 @@ def _layers(raw: dict[str, Any], options: dict[str, Any], config: Any, weights: 
         raise refusal(f"layer_types: {', '.join(sorted(set(kinds) - {FULL, SLIDING}))}; {FULL} and {SLIDING} are known")
     if SLIDING in kinds and config.sliding_window is None:
         raise refusal(f"sliding_window: missing, and layer_types has {SLIDING}")
+    window = config.sliding_window
+    if options.get("use_swa"):  # of Model-Optimizer and MiMo: a window of all layers, which `layer_types` calls full
+        window = options.get("swa_window_size") or raw.get("sliding_window")
+        if SLIDING in kinds or not isinstance(window, int) or window < 1:
+            raise refusal(
+                f"use_swa: True needs a number as swa_window_size, not {window!r}, and layer_types of {FULL} alone"
+            )
     whole = options.get("is_causal", options.get("causal"))  # of all layers
     sliding = not raw.get("sliding_window_non_causal", False)
     return [
@@ -236,7 +249,7 @@ def _layers(raw: dict[str, Any], options: dict[str, Any], config: Any, weights: 
             weights,
             config,
             f"layers.{i}.",
-            window=config.sliding_window if kind == SLIDING else None,
+            window=window if kind == SLIDING or options.get("use_swa") else None,
             causal=bool(whole) if whole is not None else kind == SLIDING and sliding,
         )
         for i, kind in enumerate(kinds)

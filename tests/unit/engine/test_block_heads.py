@@ -107,6 +107,8 @@ class Reference:
 
     def sees(self, i: int, num: int) -> torch.Tensor:
         sees = torch.ones(BLOCK, num + BLOCK, dtype=torch.bool)
+        if window := self.own.get("dflash_config", {}).get("swa_window_size"):
+            sees[:, :num] = torch.arange(num) > torch.arange(num, num + BLOCK)[:, None] - window
         if self.layers.get("layer_types", ["full_attention"] * 9)[i] == "sliding_attention":
             behind = torch.arange(num, num + BLOCK)[:, None] - torch.arange(num + BLOCK)
             causal = not self.own.get("sliding_window_non_causal")
@@ -156,6 +158,13 @@ def test_rows_of_a_target_that_scales_its_embedding_are_scaled(tmp_path: Path) -
 
 
 @torch.inference_mode()
+def test_a_window_of_all_layers_is_one_of_the_context(tmp_path: Path) -> None:
+    """As Model-Optimizer exports it: within the block every position sees every other."""
+    own = {"use_swa": True, "swa_window_size": BLOCK + 1, "causal": False}
+    folder = changed(dflash(tmp_path, a_target()), dflash_config=own, sliding_window=BLOCK + 1)
+    check_marginals(folder, a_model(), a_target())
+
+
 def check_marginals(folder: Path, model: HuggingFaceModel, network: Any) -> None:
     drafts, reference = drafts_of(folder, model), Reference(folder, network)
     model.expose(drafts.reads)
@@ -278,7 +287,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"dflash_config": {"selector_rank": 8}}, "dflash_config: selector_rank"),
     ({"dflash_config": {"output_multiplier": 0.5}}, "output_multiplier: 0.5"),
     ({"dflash_config": {"use_swa": True}}, "use_swa"),
-    ({"dflash_config": {"use_swa": True, "swa_window_size": 512}}, "use_swa: True"),
+    ({"dflash_config": {"use_swa": True, "swa_window_size": 0}}, "use_swa: True"),
     ({"architectures": ["QwenDFlareDraftModel"]}, "architectures: QwenDFlareDraftModel"),
     ({"sample_from_anchor": True}, "sample_from_anchor"),
     ({"projector_type": "domino"}, "projector_type: 'domino'"),
@@ -297,7 +306,7 @@ def test_options_of_other_heads_are_refused_by_name(tmp_path: Path, change: dict
 
 
 def test_names_and_settings_that_change_nothing_are_accepted(tmp_path: Path) -> None:
-    unset = {"projector_type": None, "use_swa": False, "swa_window_size": 512}
+    unset = {"projector_type": None, "use_swa": False, "swa_window_size": None}
     folder = changed(dflash(tmp_path, a_target()), architectures=["QwenDFlashDraftModel"], dflash_config=unset)
     rope = {kind: {"rope_type": "default", "rope_theta": 300.0} for kind in ("full_attention", "sliding_attention")}
     load_head(str(changed(folder, rope_parameters=rope, rope_theta=None)), a_target())
