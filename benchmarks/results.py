@@ -96,8 +96,11 @@ def markdown_table(header: Sequence[str], rows: Iterable[Iterable[object]], *, n
     return "\n".join([markdown_row(header), rule, *map(markdown_row, rows)])
 
 
+INTERRUPTED = 130  # exit code, as of a shell
+
+
 def command(main: Callable[[Sequence[str]], int | None]) -> Callable[..., int]:
-    """A main of arguments as one that returns an exit code; a ConfigurationError is one line on stderr."""
+    """A main of arguments as one that returns an exit code; a ConfigurationError is one line on stderr, and Ctrl-C none."""
 
     @wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
@@ -106,6 +109,8 @@ def command(main: Callable[[Sequence[str]], int | None]) -> Callable[..., int]:
         except ConfigurationError as error:
             print(str(error).splitlines()[0], file=sys.stderr)
             return error.exit_code
+        except KeyboardInterrupt:
+            return INTERRUPTED
 
     return run
 

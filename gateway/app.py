@@ -245,8 +245,9 @@ async def _refused(models: Models, request: Request, error: Exception) -> Respon
     except InvalidRequest as bad_id:
         models.calls.refused(bad_id)
         return error_response(bad_id)
+    path: str | None = request.url.path
     if isinstance(error, RequestValidationError):
-        error = invalid_body(error.errors())
+        error, path = invalid_body(error.errors()), None
     elif isinstance(error, HTTPException):
         if error.status_code == 400:  # FastAPI's error for a body that json does not parse
             fix = "bytes are no JSON, or nested too deeply; send a JSON object"
@@ -256,4 +257,4 @@ async def _refused(models: Models, request: Request, error: Exception) -> Respon
             refusal = not_served(error, method=request.method, path=request.url.path)
             return json_response(refusal.body, status=refusal.status, headers=headers | refusal.headers)
     models.calls.refused(error)
-    return error_response(error, headers, path=request.url.path)
+    return error_response(error, headers, path=path)

@@ -101,8 +101,9 @@ _VALUE_TYPES = {
 }
 
 
-def http_error(error: Exception, *, path: str = "", request_id: str = "") -> HttpError:
-    """The response to an error at this path. A bug is logged without values, which may be prompts, and reported by its type alone."""
+def http_error(error: Exception, *, path: str | None = "", request_id: str = "") -> HttpError:
+    """The response to an error at this path. None: its fields have the names that the client sent. A bug is logged without values, which
+    may be prompts, and reported by its type alone."""
     kind = _KINDS.get(error.reason, _BUG) if isinstance(error, ServiceError) else _BUG
     if kind is _BUG:
         trace = "".join(format_tb(error.__traceback__))
@@ -113,7 +114,9 @@ def http_error(error: Exception, *, path: str = "", request_id: str = "") -> Htt
     field = error.metadata.get("field", "")
     if error.reason == "NOT_FOUND" and field != "model":
         kind = _NOT_FOUND
-    param, message = _NAMES_AT.get(path, _NAMES).get(field) or _NAMES.get(field, field), str(error)
+    param, message = field, str(error)
+    if path is not None:
+        param = _NAMES_AT.get(path, _NAMES).get(field) or _NAMES.get(field, field)
     if message.startswith(f"{field}:"):
         message = param + message[len(field) :]
     return HttpError(kind[0], _body(message, kind, param or None), _headers(error))
@@ -164,8 +167,8 @@ def id_header(headers: Mapping[str, str]) -> dict[str, str]:
         return {}
 
 
-def error_response(error: Exception, headers: dict[str, str] | None = None, *, path: str = "") -> Response:
-    """The answer to a request that failed."""
+def error_response(error: Exception, headers: dict[str, str] | None = None, *, path: str | None = "") -> Response:
+    """The answer to a request that failed. path: see `http_error`."""
     known = http_error(error, path=path, request_id=(headers or {}).get("x-request-id", ""))
     return json_response(known.body, status=known.status, headers={**(headers or {}), **known.headers})
 

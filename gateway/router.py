@@ -31,7 +31,7 @@ import structlog
 from rootward.core.requests import VerifierRequest
 from rootward.discovery.polling import follow
 from rootward.engine.prefix_keys import chain, first_key
-from rootward.errors import RootwardError, ServiceError, Unavailable
+from rootward.errors import RootwardError, ServiceError, Unavailable, first_line
 from rootward.ports import Discovery, ModelInfo, Peer, Verifier, VerifierInfo
 from rootward.wire.clients import RemoteVerifier
 
@@ -47,6 +47,7 @@ PUBLISHED_S = 10.0  # the least time between two publications of one hint, while
 RECENTLY_LOST_S = 10.0  # time after a loss in which other verifiers are preferred
 POLL_TIMEOUT_S = 2.0
 SILENT_S = 2.5  # from the first failed poll to another one, after which a verifier that sends nothing meanwhile loses its streams
+MISSING_S = 20.0  # without an answer of a verifier, after which the log says so
 NOT_READY_POLL_S = 0.1  # between polls while no verifier is ready
 
 
@@ -183,6 +184,7 @@ class Upstream:
     failing_since: float | None = None  # when, since its last answer, the first poll failed, on the loop's clock
     lost_at: float = -math.inf  # when one of its streams last broke, on the loop's clock
     reported_at: float = 0.0  # when `info` came, on the loop's clock
+    reported_missing: bool = False  # the log says that it has never answered
 
     @property
     def ready(self) -> bool:
@@ -362,6 +364,7 @@ class Upstreams:
                 log.warning("verifier_lost", verifier=upstream.name, error=type(error).__name__)
             upstream.answers = False
             self._take_streams(upstream)
+            self._report_missing(upstream, error)
             return
         upstream.failing_since = None
         if not upstream.answers:
@@ -376,6 +379,15 @@ class Upstreams:
             self.mismatch = problem
         self._polled.set()
         self._polled = asyncio.Event()
+
+    def _report_missing(self, upstream: Upstream, error: Exception) -> None:
+        """Log, once, that a verifier has never answered: its address may be wrong."""
+        since = upstream.failing_since
+        if upstream.info is not None or upstream.reported_missing or since is None:
+            return
+        if asyncio.get_running_loop().time() - since >= MISSING_S:
+            upstream.reported_missing = True
+            log.warning("verifier_missing", verifier=upstream.name, seconds=MISSING_S, error=first_line(error))
 
     def _take_streams(self, upstream: Upstream) -> None:
         """A poll failed: take the streams from a verifier that hangs. More than one poll must have failed, since this gateway may itself

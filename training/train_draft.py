@@ -516,6 +516,9 @@ def check_resumed(state: dict[str, Any], args: argparse.Namespace, target: Targe
         raise ConfigurationError(f"--draft-vocabulary: {vocabulary}, but the run that goes on here has {had}; {fix}")
 
 
+INTERRUPTED = 130  # exit code, as of a shell
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0 with a head, 2 for wrong options. Errors are one line on stderr."""
     args = arguments(argv)
@@ -524,6 +527,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigurationError as error:
         print(f"rootward train-draft: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("\nrootward train-draft: interrupted; the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
@@ -35,10 +35,13 @@ def new(
 
     A new file must begin with the line "keys:".
     """
-    if expires and _parse_time(expires) is None:
+    expiry = _parse_time(expires) if expires else None
+    if expires and expiry is None:
         raise ConfigurationError(
             f"expires: {expires!r} is not a time with time zone; write one such as 2027-01-01T00:00:00Z"
         )
+    if expiry is not None and expiry <= datetime.now(UTC):
+        raise ConfigurationError(f"expires: {expires!r} is past; give a later time, or leave it out")
     if not name.strip():
         raise ConfigurationError(f"name: {name!r} is empty; give a name by which logs tell this key from others")
     key = new_key()

@@ -48,8 +48,22 @@ app = typer.Typer(
 )
 
 
+def _print_version(*, wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
 @app.callback()
-def _root(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False) -> None:
+def _root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=lambda wanted: _print_version(wanted=wanted), help="Print the version."
+        ),
+    ] = False,
+) -> None:
     """Lossless tree-speculative serving of large language models.
 
     A small draft model grows token trees; the target model checks a whole tree per pass.

@@ -254,6 +254,7 @@ async def test_a_prompt_longer_than_the_context(capsys):
         (["download", "", "/nowhere/new"], 2, "url: '' names nothing; give hf://ORG/NAME@REVISION"),
         (["download", "file:///nowhere", ""], 2, "folder: '.' is no new folder"),
         (["keys", "new", ""], 2, "name: '' is empty"),
+        (["keys", "new", "a", "--expires", "2020-01-01T00:00:00Z"], 2, "expires: '2020-01-01T00:00:00Z' is past"),
         (["check-pair", "demo", "/nowhere.gguf"], 2, "no file at '/nowhere.gguf'"),
     ],
 )
@@ -275,8 +276,9 @@ def test_help_and_documents_name_every_verification_rule(capsys):
 
 
 def test_help_and_version(capsys):
-    assert main(["version"]) == 0
-    assert capsys.readouterr().out.strip() == rootward.__version__
+    for asked in ("version", "--version"):
+        assert main([asked]) == 0
+        assert capsys.readouterr().out.strip() == rootward.__version__
     for page in (
         ["--help"],
         ["generate", "-h"],

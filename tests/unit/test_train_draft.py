@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from rootward import demo
 from rootward.errors import ConfigurationError
+from training import train_draft
 from training.draft_head import WINDOW, DraftHead, _rotate
 from training.overlap import overlap_loss
 
@@ -319,3 +320,12 @@ def test_a_text_without_chats_for_training_is_refused(
     monkeypatch.setattr(module, "HELD_OUT_SHARE", 1.0)
     assert run(monkeypatch, TARGET, *files_of(sampled), *SMALL, *FORM) == 2
     assert "--tokens: 40 are too few" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_says_that_the_same_command_goes_on(monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_draft, "run_phases", interrupted)
+    assert train_draft.main(["target", "--out", "out"]) == 130
+    assert "the same command goes on from here" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.services import tabular_pair
 
-from benchmarks.results import interval, p_value
+from benchmarks.results import command, interval, p_value
 from rootward.engine.tabular import TabularModel
 
 
@@ -48,3 +48,12 @@ def test_p_value_refuses_too_few_tokens() -> None:
     target, _ = tabular_pair(vocab=4, noise=1.0, slots=1)
     with pytest.raises(ValueError, match="give more tokens"):
         p_value(target, drawn_texts(target, 4, 100))
+
+
+def test_an_interrupted_benchmark_ends_without_a_traceback(capsys):
+    @command
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    assert interrupted([]) == 130
+    assert capsys.readouterr().err == ""

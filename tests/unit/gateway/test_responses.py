@@ -481,6 +481,17 @@ async def test_options_of_a_stored_response_are_refused():
         assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "stream")
 
 
+async def test_fields_of_chats_are_refused_under_the_names_that_the_client_sent():
+    """They were refused under those of this path, so the advice took out the right ones."""
+    async with responding() as (_, _, http):
+        for wrong, value in (("max_tokens", 3), ("messages", [{"role": "user", "content": "hi"}])):
+            told = await http.post("/v1/responses", json={"input": "x", "max_output_tokens": 3, wrong: value})
+            assert (told.status_code, told.json()["error"]["param"]) == (400, wrong)
+            assert told.json()["error"]["message"].startswith(f"{wrong}: ")
+        told = await http.post("/v1/responses", json={"input": "x", "max_output_tokens": 1 << 30})
+        assert told.json()["error"]["param"] == "max_output_tokens"
+
+
 async def test_endpoints_that_are_not_served_are_documented():
     document = PARAMETERS.read_text(encoding="utf-8")
     async with responding() as (responses, _, http):

@@ -5,10 +5,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 from pydantic import ValidationError
+from structlog.testing import capture_logs
 from unit.gateway.service_for_tests import collect
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
+from gateway import router
 from gateway.requests import GenerateRequest
 from gateway.router import TTL_S, Upstreams
 from gateway.service import GatewayService
@@ -150,3 +152,20 @@ def test_where_verifiers_are_is_a_setting():
     ]
     with pytest.raises(ValidationError, match="write host:port"):
         GatewaySettings(model="x", verifiers="nowhere")
+
+
+async def test_a_verifier_that_never_answers_is_in_the_log_once(monkeypatch):
+    """A wrong port is the usual cause; the gateway waited without a word."""
+    monkeypatch.setattr(router, "MISSING_S", 0.05)
+    silent, answering = SpellingVerifier(up=False), SpellingVerifier()
+    upstreams = Upstreams({"silent": silent, "answering": answering}, poll_s=0.01)
+    service = GatewayService(
+        byte_level(), upstreams, MemoryStore(), settings=GatewaySettings(model="demo"), served_model="demo"
+    )
+    with capture_logs() as logs:
+        async with service:
+            await until(lambda: any(line["event"] == "verifier_missing" for line in logs))
+            await asyncio.sleep(0.2)
+    assert [(line["verifier"], line["error"]) for line in logs if line["event"] == "verifier_missing"] == [
+        ("silent", "down")
+    ]
