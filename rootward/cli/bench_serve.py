@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from http.client import HTTPException
@@ -33,6 +36,7 @@ INSTALL = f"pipx install 'guidellm=={VERSION}.*'"
 ROWS_PER_S = 1000  # of the data file: more requests than a gateway answers, because guidellm stops where its data ends
 DEFAULT_STREAMS = "1,4,16"
 MOST_STREAMS = 512  # of throughput, as guidellm has it in a sweep; a gateway runs and queues as many by default
+END_S = 10.0  # for an interrupted guidellm to end its workers
 
 
 class Profile(str, Enum):
@@ -277,12 +281,27 @@ def _measured(
             "metrics": {"kind": "generative", "sample_size": 0},  # figures alone, no texts
         }
         config.write_text(json.dumps({"spec": spec, "benchmarks": list(loads) or [None]}), encoding="utf-8")
-        done = subprocess.run([program, "run", "--config", str(config)], stdout=2)
-        if done.returncode != 0 or not report.is_file():
-            message = f"guidellm: ended with exit code {done.returncode}; its output above says why"
+        code = _exit_code([program, "run", "--config", str(config)])
+        if code != 0 or not report.is_file():
+            message = f"guidellm: ended with exit code {code}; its output above says why"
             raise ConfigurationError(message, exit_code=1)
         found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
         return found
+
+
+def _exit_code(command: Sequence[str]) -> int:
+    """Of a program that is interrupted with this one, and whose processes end with it: a killed guidellm leaves its workers behind."""
+    with subprocess.Popen(command, stdout=2, start_new_session=True) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+            raise
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 COLUMNS = ("load", "requests", "errors", "req/s", "tokens/s", "TTFT, ms", "ITL, ms", "latency, s")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 from support.processes import wait_until
 from unit.gateway.service_for_tests import grpc_serving
@@ -100,17 +101,21 @@ def test_takes_prompts_rates_and_the_name_of_a_model(url, tmp_path) -> None:
 
 
 SLOW_GUIDELLM = """#!{python}
-import json, os, pathlib, sys, time
+import json, os, pathlib, subprocess, sys, time
 if "--version" in sys.argv:
     sys.exit(print("guidellm version: 0.8.1"))
 started = pathlib.Path({started!r})
-started.with_suffix(".new").write_text(json.dumps([os.getpid(), sys.argv[3]]))
+deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(120)"
+worker = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
+worker.stdout.readline()
+started.with_suffix(".new").write_text(json.dumps([os.getpid(), worker.pid, sys.argv[3]]))
 started.with_suffix(".new").rename(started)
 time.sleep(120)
 """
 
 
-def test_sigterm_ends_guidellm_and_removes_the_file_with_the_key(url, tmp_path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_guidellm_with_its_workers_and_remove_the_file_with_the_key(number, url, tmp_path) -> None:
     file, started, temporary = tmp_path / "guidellm", tmp_path / "started.json", tmp_path / "temporary"
     file.write_text(SLOW_GUIDELLM.format(python=sys.executable, started=str(started)))
     file.chmod(0o755)
@@ -120,14 +125,15 @@ def test_sigterm_ends_guidellm_and_removes_the_file_with_the_key(url, tmp_path) 
         [*command, "--guidellm", str(file)], env={**os.environ, "TMPDIR": str(temporary)}, stderr=subprocess.PIPE
     ) as running:
         wait_until(started.exists)
-        pid, config = json.loads(started.read_text())
+        pid, worker, config = json.loads(started.read_text())
         assert "secret" in Path(config).read_text()
-        running.terminate()
+        running.send_signal(number)
         running.communicate(timeout=60)
-    assert running.returncode == 128 + signal.SIGTERM
+    assert running.returncode == 128 + number
     assert list(temporary.iterdir()) == []
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+    wait_until(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE)
 
 
 @pytest.mark.parametrize("profile", ["synchronous", "throughput", "sweep"])
