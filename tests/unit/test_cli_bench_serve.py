@@ -114,13 +114,22 @@ time.sleep(120)
 """
 
 
+# A shell that starts the tests in the background has them ignore SIGINT.
+INTERRUPTIBLE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from rootward.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_end_guidellm_with_its_workers_and_remove_the_file_with_the_key(number, url, tmp_path) -> None:
     file, started, temporary = tmp_path / "guidellm", tmp_path / "started.json", tmp_path / "temporary"
     file.write_text(SLOW_GUIDELLM.format(python=sys.executable, started=str(started)))
     file.chmod(0o755)
     temporary.mkdir()
-    command = [sys.executable, "-m", "rootward.cli", "bench", "serve", "--url", url, "--api-key", "secret"]
+    command = [sys.executable, "-c", INTERRUPTIBLE, "bench", "serve", "--url", url, "--api-key", "secret"]
     with subprocess.Popen(
         [*command, "--guidellm", str(file)], env={**os.environ, "TMPDIR": str(temporary)}, stderr=subprocess.PIPE
     ) as running:
