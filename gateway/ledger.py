@@ -63,6 +63,7 @@ class Entry:
 
     lease: Lease
     held_until: float  # when the lease expires in the store, unless renewed
+    epoch_asked: bool = False  # the store may have granted a later epoch than the lease has
     tokens: list[int] = field(default_factory=list)  # committed so far
     accepted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, or none at all
@@ -184,6 +185,7 @@ class Ledger:
 
     async def _next_epoch(self, entry: Entry, above: int) -> None:
         asked = self._now()
+        entry.epoch_asked = True
         try:
             entry.lease = await self._store.next_epoch(entry.lease, self._lease_s, above)
             entry.held_until = asked + self._lease_s
@@ -195,6 +197,8 @@ class Ledger:
                 message = "the session store is gone and the lease of this request has run out"
                 raise Unavailable(message, retry_after_s=1.0) from None
             entry.lease = Lease(entry.lease.request_id, entry.lease.epoch + 1, entry.lease.holder)
+        finally:
+            entry.epoch_asked = False
         self._dirty.set()
 
     # -- Entries --------------------------------------------------------------------------------------------------------
@@ -365,7 +369,8 @@ class Ledger:
             if isinstance(length, StoreRefused):  # and will again: the request runs on unrecorded
                 log.error("request_unrecorded", error=str(length))
                 self._entries.discard(entry)
-            elif entry.lease == write.lease:  # else another attempt began meanwhile, and this result is of the old one
+            # Not while another attempt begins, nor after: the store may have refused this write for the new epoch of this very holder.
+            elif entry.lease == write.lease and not entry.epoch_asked:
                 self._written(entry, write, length, asked)
         return {
             entry for entry, length in zip(held, lengths, strict=True) if entry in left and entry.recorded == length

@@ -186,6 +186,30 @@ async def test_without_the_store_epochs_are_counted_on_only_while_the_lease_last
     assert entry.epoch == 2
 
 
+async def test_a_write_refused_for_the_holders_own_next_epoch_does_not_lose_the_request(store, ledger, monkeypatch):
+    """The two calls are on two connections: the refusal of a write of the old epoch may arrive before the new epoch does."""
+    entry = await ledger.begin("r")
+    granted, arrives, next_epoch = asyncio.Event(), asyncio.Event(), store.next_epoch
+
+    async def slow_reply(*arguments):
+        lease = await next_epoch(*arguments)
+        granted.set()
+        await arrives.wait()
+        return lease
+
+    monkeypatch.setattr(store, "next_epoch", slow_reply)
+    attempt = asyncio.create_task(ledger.next_epoch(entry))
+    await granted.wait()
+    ledger.note(entry, verifier="v")
+    await ledger.flush()
+    arrives.set()
+    await attempt
+    ledger.extend(entry, run(1))
+    await ledger.flush()
+    assert (entry.epoch, await logged(store)) == (2, (1,))
+    assert store._requests["r"].fields["verifier"] == "v"
+
+
 async def test_only_a_store_that_answers_gives_an_epoch_above_that_of_a_verifier(store, ledger):
     entry = await ledger.begin("r")
     await ledger.next_epoch(entry, above=9)
