@@ -138,6 +138,8 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, errors.APIConnectionError) and not isinstance(error, errors.APITimeoutError):
         return f"url: {error}; start a server with 'rootward serve all', or name a running one with --url"
     text = " ".join(str(error).split())
+    if isinstance(error, errors.AuthenticationError):
+        return f"{text}; --api-key or ROOTWARD_API_KEY gives the key"
     if isinstance(error, errors.RootwardError | ValueError):
         return text
     return f"internal error ({type(error).__name__}: {text}); --debug shows where"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from rootward.client.types import (
@@ -37,6 +38,17 @@ from rootward.wire.values_codec import MODEL, STATS, unpack_logprobs
 VERIFICATIONS = tuple(name.lower() for name, number in generate_pb2.Speculation.Verification.items() if number)
 FORMS = ("json_object", "json_schema", "regex", "grammar")
 MESSAGE_KEYS = ("role", "content", "name")  # of a chat message on the wire
+# What a field can hold, by its type.
+VALUES = {
+    FieldDescriptor.CPPTYPE_UINT32: f"a whole number from 0 to {2**32 - 1}",
+    FieldDescriptor.CPPTYPE_UINT64: f"a whole number from 0 to {2**64 - 1}",
+    FieldDescriptor.CPPTYPE_INT32: f"a whole number from {-(2**31)} to {2**31 - 1}",
+    FieldDescriptor.CPPTYPE_INT64: f"a whole number from {-(2**63)} to {2**63 - 1}",
+    FieldDescriptor.CPPTYPE_FLOAT: "a number",
+    FieldDescriptor.CPPTYPE_DOUBLE: "a number",
+    FieldDescriptor.CPPTYPE_BOOL: "True or False",
+    FieldDescriptor.CPPTYPE_STRING: "text",
+}
 
 USAGE = Record(Usage, generate_pb2.Usage)
 TIMING = Record(Timing, generate_pb2.Timing)
@@ -257,4 +269,6 @@ def set_field(message: Message, name: str, value: Any, label: str = "") -> None:
         else:
             getattr(message, name).extend(value)
     except (ValueError, TypeError):
-        raise ValueError(f"{label}: {value!r} is out of range or of the wrong type") from None
+        fix = VALUES.get(field.cpp_type, "a message")
+        fix = f"several of: {fix}" if field.is_repeated else fix
+        raise ValueError(f"{label}: {value!r} is out of range or of the wrong type; use {fix}") from None

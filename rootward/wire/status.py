@@ -32,6 +32,7 @@ RETRY_KEY = "retry-after-ms"
 _MAX_MESSAGE_CHARS = 1000  # the status travels in headers, whose default limit is 8 KiB in all
 # Of grpc, before the reason.
 _LAST_ERROR = re.compile(r"^failed to connect to all addresses; last error: (?:[A-Z_]+: )?")
+_HTTP_PORT = "Trying to connect an http1.x server"  # of grpc
 _MAX_ID_CHARS = 256  # of a request in the log, which a bug may have kept from being checked
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -130,7 +131,10 @@ def api_error(error: grpc.RpcError) -> APIError:
     """The error that the SDK raises for a failed RPC."""
     failure = failure_of(error)
     if failure.lost:
-        return errors.APIConnectionError(f"no answer from the server: {_LAST_ERROR.sub('', failure.message)}")
+        cause = _LAST_ERROR.sub("", failure.message)
+        if _HTTP_PORT in cause:
+            cause = f"{cause.partition(': Failed parsing')[0]} is a port for HTTP; use the gateway's address for gRPC"
+        return errors.APIConnectionError(f"no answer from the server: {cause}")
     if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED and not failure.reason:
         return errors.APITimeoutError("the deadline passed while waiting for the server")
     kind = _API_ERRORS.get(failure.code.name, errors.InternalServerError)

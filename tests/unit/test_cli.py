@@ -332,6 +332,15 @@ def test_flags_of_plan_are_completed_without_torch():
     assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0
 
 
+def test_a_missing_api_key_names_its_flag(monkeypatch, capsys):
+    def refused(*arguments, **options):
+        raise errors.AuthenticationError("authorization: no API key was sent", code="UNAUTHENTICATED")
+
+    monkeypatch.setattr("rootward.client.Client.__init__", refused)
+    assert main(["status"]) == 2
+    assert "no API key was sent; --api-key or ROOTWARD_API_KEY gives the key" in capsys.readouterr().err
+
+
 def test_a_bug_is_exit_code_1_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr("rootward.client.Client.__init__", lambda *a, **k: 1 / 0)
     assert main(["status"]) == 1

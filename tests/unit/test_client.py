@@ -360,6 +360,35 @@ async def test_bytes_are_no_token_ids():
             await client.generate(b"abc")
 
 
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"seed": -1}, "seed: -1 .*; use a whole number from 0 to 18446744073709551615$"),
+        ({"max_tokens": 2**32}, "max_tokens: 4294967296 .*; use a whole number from 0 to 4294967295$"),
+        ({"temperature": "hot"}, "temperature: 'hot' .*; use a number$"),
+        ({"stop": 3}, "stop: 3 .*; use several of: text$"),
+    ],
+)
+async def test_refused_values_come_with_those_that_are_possible(bad, words):
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(ValueError, match=words):
+            await client.generate("a", sampling=SamplingParams(**bad))
+
+
+async def test_a_port_for_http_is_named_as_one():
+    async def refuse(reader, writer):
+        writer.write(b"HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with AsyncClient(f"127.0.0.1:{port}", max_retries=0) as client:
+            with pytest.raises(
+                errors.APIConnectionError, match=f":{port} is a port for HTTP; use the gateway's address"
+            ):
+                await client.server_info()
+
+
 @pytest.mark.parametrize("timeout", [0, -1.0, 1e12, float("inf"), float("nan")])
 async def test_times_that_no_call_can_have_are_refused(timeout):
     """gRPC would take the largest for deadlines that have passed, and every call would fail at once."""
