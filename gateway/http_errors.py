@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
@@ -114,6 +115,8 @@ def http_error(error: Exception, *, path: str | None = "", request_id: str = "")
     field = error.metadata.get("field", "")
     if error.reason == "NOT_FOUND" and field != "model":
         kind = _NOT_FOUND
+    elif error.reason == "INVALID_GRAMMAR" and field in ("regex", "grammar"):
+        kind = (*kind[:2], f"invalid_{field}")
     param, message = field, str(error)
     if path is not None:
         param = _NAMES_AT.get(path, _NAMES).get(field) or _NAMES.get(field, field)
@@ -178,13 +181,13 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     one of a value that is not supported, such as a type, whose other fields are then unknown; else one of a text that is not Unicode, or of
     a list that is too short."""
     if errors[0]["type"] == "json_invalid":
-        return InvalidRequest("body", errors[0]["ctx"]["error"], "is no JSON; send a JSON object")
+        return InvalidRequest.from_message(f"body: is no JSON ({errors[0]['ctx']['error']}); send a JSON object")
     depth = max(len(error["loc"]) for error in errors)
     furthest = [error for error in errors if len(error["loc"]) == depth]
     error = min(furthest, key=lambda one: _RANKS.get(one["type"], len(_RANKS)))
     path, kind, value = _path(error), error["type"], error.get("input")
     if kind == "extra_forbidden":
-        return UnsupportedParameter(path, _short(value), "is not supported by this server; leave it out")
+        return UnsupportedParameter(path, _Json(value), "is not supported by this server; leave it out")
     if kind == "missing":
         return InvalidRequest.from_message(f"{path}: is missing; send it")
     kinds = [_VALUE_TYPES[one["type"]] for one in furthest if one["type"] in _VALUE_TYPES and _path(one) == path]
@@ -192,7 +195,7 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
         fix = f"is not {' or '.join(dict.fromkeys(kinds))}"
     else:
         fix = _FIXES.get(kind, "").format_map(error.get("ctx", {})) or error["msg"]
-    return (UnsupportedParameter if kind == "unsupported" else InvalidRequest)(path, _short(value), fix)
+    return (UnsupportedParameter if kind == "unsupported" else InvalidRequest)(path, _Json(value), fix)
 
 
 def _path(error: Mapping[str, Any]) -> str:
@@ -210,10 +213,18 @@ def _is_member(part: str | int) -> bool:
     return isinstance(part, str) and (part in ("str", "constrained-str") or part.endswith("]"))
 
 
-def _short(value: object) -> object:
-    """A value for a message: scalars and what is empty unchanged, texts cut, other objects and lists by their type."""
-    if isinstance(value, str):
-        return value[:32]
-    if value in ([], {}):
-        return value
-    return value if value is None or isinstance(value, bool | int | float) else type(value).__name__
+class _Json:
+    """A value of the body for a message: texts cut, other objects and lists by their type."""
+
+    def __init__(self, value: object):
+        self._value = value
+
+    def __repr__(self) -> str:
+        value = self._value
+        if isinstance(value, str):
+            return repr(value[:32])
+        if isinstance(value, Mapping) and value:
+            return "an object"
+        if isinstance(value, list) and value:
+            return "a list"
+        return json.dumps(value, default=lambda other: type(other).__name__)

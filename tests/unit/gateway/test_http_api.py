@@ -311,11 +311,35 @@ async def test_refusals(body, status, code, param, stream):
         assert not verifier.requests
 
 
-@pytest.mark.parametrize(("body", "shown"), [([1], "'list'"), ("x", "'x'"), (3, "3")])
+@pytest.mark.parametrize(("body", "shown"), [([1], "a list"), ("x", "'x'"), (3, "3"), ([], "[]"), (True, "true")])
 async def test_a_body_that_is_no_object(body, shown):
     async with api() as (_, client):
         response = await client.post("/v1/completions", json=body)
         assert response.json()["error"]["message"] == f"body: {shown} is not an object"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "a", "n": true}', "n: true is not an integer"),
+        ('{"prompt": "a", "stop": {"x": 1}}', "stop: an object is not a list"),
+        ('{"prompt": "a", "what": false}', "what: false is not supported by this server; leave it out"),
+        ('{"prompt": "a", "temperature": NaN}', "temperature: NaN is not a finite number"),
+        ("{", "body: is no JSON (Expecting property name enclosed in double quotes); send a JSON object"),
+    ],
+)
+async def test_values_are_spelled_as_in_the_body(content, message):
+    async with api() as (_, client):
+        response = await client.post("/v1/completions", content=content)
+        assert response.json()["error"]["message"] == message
+
+
+@pytest.mark.parametrize(("form", "text"), [("regex", "("), ("grammar", "no grammar")])
+async def test_forms_have_codes_of_their_own(form, text):
+    async with api() as (_, client):
+        response = await client.post("/v1/completions", json={"prompt": "a", "structured_outputs": {form: text}})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (400, f"invalid_{form}", form)
 
 
 @pytest.mark.parametrize(
