@@ -178,8 +178,9 @@ class Ledger:
         """Call before a new attempt: results of the lost one have an older epoch. StaleEpoch when another gateway took over.
 
         above: an epoch that a verifier remembers of this id, and the store has forgotten; only a store that answers can say that no other
-        gateway was given it. Without the store only the holder of a valid lease may increment the epoch by itself. The entry of a request
-        that is cancelled meanwhile still gets the new epoch, so that the store accepts its end.
+        gateway was given it. Without the store only the holder of a valid lease may increment the epoch by itself. Otherwise Unavailable:
+        the client may resume when the store answers. The entry of a request that is cancelled meanwhile still gets the new epoch, so that
+        the store accepts its end.
         """
         await uncancelled(self._next_epoch(entry, above))
 
@@ -191,11 +192,10 @@ class Ledger:
             entry.held_until = asked + self._lease_s
         except StoreUnavailable as error:
             self._mark_down(error)
-            if above:
-                raise stale(entry.lease.request_id) from None
-            if self._now() >= entry.held_until:
-                message = "the session store is gone and the lease of this request has run out"
-                raise Unavailable(message, retry_after_s=1.0) from None
+            if above or self._now() >= entry.held_until:
+                cause = "a verifier remembers a later epoch" if above else "its lease has run out"
+                message = f"the session store is gone, and this request needs it: {cause}"
+                raise Unavailable(message, retry_after_s=DOWN_PAUSE_S) from None
             entry.lease = Lease(entry.lease.request_id, entry.lease.epoch + 1, entry.lease.holder)
         finally:
             entry.epoch_asked = False

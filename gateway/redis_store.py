@@ -94,7 +94,8 @@ return epoch
 """
 
 # Another holder continues a run. More ARGV: digest. Returns {epoch, hash, log}. Epoch 0 = the request is unknown or finished; -1 = the id
-# belongs to a request of another digest. The last state in the hash is that before any call of this holder.
+# belongs to a request of another digest. Of the same holder a second time, or late, it changes nothing. The last state in the hash is that
+# before its first time.
 TAKE_OVER = """
 local digest = redis.call('HGET', KEYS[1], 'digest')
 if not digest then return {0, {}, {}} end
@@ -102,8 +103,10 @@ if digest ~= ARGV[5] then return {-1, {}, {}} end
 local fields, log = redis.call('HGETALL', KEYS[1]), redis.call('LRANGE', KEYS[4], 0, -1)
 local state = redis.call('HGET', KEYS[1], 'state')
 if state == 'finished' then return {0, fields, log} end
-if holder == ARGV[1] then state = redis.call('HGET', KEYS[1], 'before') or state end
+local again = redis.call('HGET', KEYS[1], 'holder') == ARGV[1]
+if again then state = redis.call('HGET', KEYS[1], 'before') or state end
 for _, part in ipairs({'state', state}) do table.insert(fields, part) end
+if again then return {epoch, fields, log} end
 redis.call('HSET', KEYS[1], 'before', state)
 grant(epoch + 1)
 return {epoch + 1, fields, log}

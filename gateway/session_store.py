@@ -159,7 +159,8 @@ class MemoryStore:
         return self._grant(request_id, stored, max(stored.epoch + 1, least_epoch), holder, ttl_s)
 
     async def take_over(self, request_id: str, holder: str, ttl_s: float, digest: str) -> tuple[Lease | None, Record]:
-        """Continue a run, whoever drives it now. No lease if the id is unknown (empty record) or the run is finished.
+        """Continue a run, whoever drives it now. No lease if the id is unknown (empty record) or the run is finished. A holder that has
+        taken it over has the same lease again.
 
         DuplicateRequest if the run answers a request of another digest."""
         self._forget_expired()
@@ -171,6 +172,8 @@ class MemoryStore:
         record = Record(dict(stored.fields), stored.log)
         if record.finished:
             return None, record
+        if stored.holder == holder:
+            return Lease(request_id, stored.epoch, holder), record
         return self._grant(request_id, stored, stored.epoch + 1, holder, ttl_s), record
 
     async def next_epoch(self, lease: Lease, ttl_s: float, above: int = 0) -> Lease:

@@ -21,6 +21,7 @@ from rootward.client.codec import request_to_pb
 from rootward.client.connection import parse_target
 from rootward.core.requests import DraftMode, Rule, SpeculationMode, VerifiedTree
 from rootward.v1 import generate_pb2, generate_pb2_grpc
+from rootward.wire import status
 
 
 async def test_generate_returns_all_fields_of_a_result():
@@ -482,6 +483,8 @@ class Breaking(generate_pb2_grpc.InferenceServicer):
         self.calls.append((request.request_id, tuple(request.resume_tokens.ids) if resumed else None))
         left = self.breaks.pop(0) if self.breaks else 99
         for token in range(request.resume_offset, 10):
+            if not left and self.code is grpc.StatusCode.ABORTED:
+                await status.abort(context, errors.StaleEpoch("request 'one' is driven by another gateway now"))
             if not left:
                 await context.abort(self.code, "broken", (("retry-after-ms", "10"),))
             left -= 1
@@ -506,6 +509,23 @@ async def test_a_broken_stream_is_resumed_at_its_offset():
                 await client.generate("a")
         if code is grpc.StatusCode.UNAVAILABLE:
             assert caught.value.partial.token_ids == (0, 1, 2, 3)
+    await server.stop(0)
+
+
+async def test_a_stream_that_another_gateway_took_over_is_taken_back_three_times_at_most():
+    """It took the request over for an attempt that this client has given up. More often, it is another client's."""
+    servicer = Breaking(0, 3, 1, code=grpc.StatusCode.ABORTED)
+    server, address = await flaky_server(servicer)
+    async with AsyncClient(address) as client:
+        assert (await client.generate("a")).token_ids == tuple(range(10))
+        assert [received for _, received in servicer.calls] == [None, (), (0, 1, 2), (0, 1, 2, 3)]
+        servicer.breaks, servicer.calls = [0, 3, 1, 1], []
+        with pytest.raises(errors.ConflictError, match="driven by another gateway"):
+            await client.generate("a")
+        assert len(servicer.calls) == 4
+        servicer.breaks = [1]
+        with pytest.raises(errors.ConflictError):
+            await client.with_options(max_retries=0).generate("a")
     await server.stop(0)
 
 

@@ -156,6 +156,21 @@ async def test_another_holder_takes_over_what_runs_or_was_interrupted(store, nam
     assert (newer.epoch, record.output.tokens) == (3, (1, 2, 3))
 
 
+async def test_a_call_to_take_over_that_arrives_twice_or_late_changes_nothing(store, name):
+    """The client of Redis repeats a call whose connection breaks, and the first one may arrive after the second."""
+    await write(store, await store.begin(name, "a", 5, ABOUT), 0, 1, 2)
+    lease, _ = await store.take_over(name, "b", 5, "d")
+    assert await write(store, lease, 2, 3) == 3
+    again, record = await store.take_over(name, "b", 5, "d")
+    assert (again, record.output) == (lease, run(1, 2, 3))
+    assert await write(store, lease, 3, 4) == 4
+    later = await store.next_epoch(lease, 5)
+    assert (await store.take_over(name, "b", 5, "d"))[0] == later
+    assert await write(store, later, 4, 5, state="interrupted") == 5
+    await store.take_over(name, "b", 5, "d")
+    assert (await record_of(store, name)).fields["state"] == "interrupted"
+
+
 async def test_take_over_returns_a_finished_record_and_an_empty_one_for_an_unknown_request(store, name):
     assert await store.take_over(name, "b", 5, "d") == (None, await record_of(store, name))
     lease = await store.begin(name, "a", 5, ABOUT)
