@@ -6,14 +6,15 @@ from tqdm import tqdm
 
 
 class Progress:
-    """A progress bar in per mille of the phase, with the running training loss and the last held-out loss."""
+    """A progress bar of the phase, with the running training loss and the last held-out loss."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.training: list[tuple[int, float]] = []
         self.held_out: list[tuple[int, float]] = []
         interval = 0.5 if sys.stderr.isatty() else 30.0
-        self._bar = tqdm(total=1000, desc=name, unit="‰", mininterval=interval, dynamic_ncols=True)
+        form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+        self._bar = tqdm(total=1000, desc=name, bar_format=form, mininterval=interval, dynamic_ncols=True)
         self._running = 0.0
         self._steps = 0
 

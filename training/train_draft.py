@@ -157,10 +157,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=None,
         help="folder of a head of this command to go on from, with its draft vocabulary, at all unrolled steps; default: least squares",
     )
-    parser.add_argument("--epochs", type=amount, default=4.0)
+    parser.add_argument("--epochs", type=amount, default=4.0, help="passes over the text")
     parser.add_argument("--minutes", type=amount, default=None, help="end training after this time instead")
-    parser.add_argument("--batch-tokens", type=count, default=3000)
-    parser.add_argument("--learning-rate", type=amount, default=2e-3)
+    parser.add_argument("--batch-tokens", type=count, default=3000, help="tokens of a step, of whole chats")
+    parser.add_argument("--learning-rate", type=amount, default=2e-3, help="the largest of the schedule")
     parser.add_argument("--unrolled", type=count, default=4, help="steps that the last part of training unrolls")
     parser.add_argument(
         "--tv",
@@ -168,13 +168,15 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=0.0,
         help="weight of the total variation distance 1 - sum min(p, q), the probability that a draft token is rejected, beside KL",
     )
-    parser.add_argument("--draft-vocabulary", type=count, default=8192)
+    parser.add_argument(
+        "--draft-vocabulary", type=count, default=8192, help="tokens that the head can propose, the most frequent ones"
+    )
     parser.add_argument(
         "--layers", type=int, nargs="+", default=None, help="layers whose inputs the head reads; default 2, N/2, N-3"
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=count, default=None)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:1")
+    parser.add_argument("--threads", type=count, default=None, help="CPU threads; default: all cores")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts, the answers, the split and the training")
     return parser.parse_args(argv)
 
 
@@ -204,6 +206,10 @@ def load_target(args: argparse.Namespace) -> Target:
     """The target's weights as they are stored; on processors without fast bfloat16 computed in float32. ConfigurationError for a model
     that cannot write chats, and for layers that it does not have."""
     try:
+        if (
+            args.target.is_absolute() and not args.target.is_dir()
+        ):  # transformers would take it for the name of a repository
+            raise OSError("there is no such folder")
         tokenizer = AutoTokenizer.from_pretrained(args.target)
         model = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16)
     except (OSError, ValueError, KeyError, SafetensorError) as error:

@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+import structlog
 import uvloop
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from starlette.applications import Starlette
@@ -36,6 +37,8 @@ from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
 from rootward.wire.http_server import HttpServer
 from rootward.wire.server import RpcServer
+
+log = structlog.get_logger()
 
 Drain = Callable[[], Awaitable[object]]
 Question = Callable[[], bool]
@@ -174,6 +177,7 @@ async def until_stopped(
     if not first.done():
         first.cancel()
         raise RuntimeError("a loop that the service depends on has ended")
+    log.info("draining", at_most_s=shutdown_timeout_s)  # its supervisor, or a person, waits meanwhile
     draining = asyncio.ensure_future(drain())
     again = asyncio.ensure_future(asked.get())
     await asyncio.wait({draining, again}, timeout=shutdown_timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,7 @@
 """SIGTERM to a gateway process: refuse, let running requests end, stop; the second one stops at once."""
 
 import asyncio
+import re
 import signal
 
 import grpc
@@ -61,6 +62,7 @@ async def test_running_requests_end_and_new_ones_are_refused(target):
             result = await stream.get_final_result()
             assert (len(result.token_ids), result.finish_reason) == (2000, "length")
         assert await asyncio.to_thread(front.process.wait, 60) == 0
+        assert re.search(r"draining +at_most_s=64", front.output())  # the sender of the signal sees that it has arrived
 
 
 async def test_the_rest_is_ended_after_the_shutdown_timeout(target):

@@ -175,6 +175,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
         ([TARGET, "--epochs", "many"], "--epochs: 'many': use a number above 0"),
         ([TARGET, "--from-head", "/nowhere"], "--from-head: /nowhere has no head"),
         (["{folder}/plain"], "has no chat template"),
+        (["/nowhere"], "target: '/nowhere' cannot be loaded (there is no such folder); name a folder"),
     ],
 )
 def test_wrong_options_are_one_line_and_exit_code_2(
