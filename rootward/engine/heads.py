@@ -7,8 +7,8 @@ made of the target's hidden states at position j - 1 (`fuse`); for a drafted tok
                            often over a reduced vocabulary: target id = i + d2t[i]
     EAGLE-1/2 (2401.15077) feature = last hidden state after the final norm; the layer reads fc([embedding; feature]); the target's output
 
-EAGLE-3 comes in two spellings, that of EAGLE and SpecForge (`midlayer.*`) and that of speculators (`layers.0.*`). A file with any other
-tensor is refused: it would be another head.
+EAGLE-3 comes in two spellings, that of EAGLE and SpecForge (`midlayer.*`) and that of speculators (`layers.0.*`), and EAGLE-1 in two,
+that of EAGLE (`layers.0.*`) and that of speculators (`transformer.*`). A file with any other tensor is refused: it would be another head.
 
 Where the kernels of `cpu_kernels` serve, a head is computed by them, as the target is; elsewhere by torch, on padded rows.
 
@@ -43,7 +43,8 @@ from rootward.engine.kv_cache import PagedLayer, gathered
 from rootward.engine.layers import DecoderLayers, Layer
 from rootward.errors import ConfigurationError
 
-PREFIXES = ("model.", "layers.0.", "midlayer.")  # the last two: the same layer in two spellings
+# The layer in three spellings, and `fc`, which is `fusion_fc` in heads of EAGLE-1 by speculators.
+PREFIXES = ("model.", "layers.0.", "midlayer.", "transformer.", "fusion_")
 
 
 class Head:

@@ -101,7 +101,10 @@ def eagle3(
     return write(folder, config, tensors, dtype)
 
 
-def eagle1(folder: Path, network: Any, *, seed: int = 0, bias: bool = True, scale: float = 0.1) -> Path:
+def eagle1(
+    folder: Path, network: Any, *, seed: int = 0, bias: bool = True, scale: float = 0.1, speculators: bool = False
+) -> Path:
+    """Write a head as EAGLE-1 publishes them, or as speculators does."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -109,11 +112,22 @@ def eagle1(folder: Path, network: Any, *, seed: int = 0, bias: bool = True, scal
 
     config = head_config(network, architectures=["EagleLlamaForCausalLM"], bias=bias)
     size = config["hidden_size"]
-    tensors = layer_tensors(config, prefix="layers.0.", wide=size, random=random)
-    tensors["fc.weight"] = random(size, 2 * size)
+    prefix, fc = ("transformer.", "fusion_fc") if speculators else ("layers.0.", "fc")
+    tensors = layer_tensors(config, prefix=prefix, wide=size, random=random)
+    tensors[f"{fc}.weight"] = random(size, 2 * size)
     if bias:
-        tensors["fc.bias"] = random(size)
-    tensors["embed_tokens.weight"] = network.get_input_embeddings().weight.detach().clone()
+        tensors[f"{fc}.bias"] = random(size)
+    if speculators:
+        tensors["lm_head.weight"] = network.get_output_embeddings().weight.detach().clone()
+        config = {
+            "architectures": ["EagleSpeculator"],
+            "speculators_model_type": "eagle",
+            "fusion_bias": bias,
+            "layernorms": False,
+            "transformer_layer_config": config,
+        }
+    else:
+        tensors["embed_tokens.weight"] = network.get_input_embeddings().weight.detach().clone()
     return write(folder, config, tensors)
 
 

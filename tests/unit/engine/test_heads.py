@@ -59,9 +59,12 @@ class Reference:
     """The published formula without a cache: rows see what is marked, at the positions that are given."""
 
     def __init__(self, folder: Path, network: Any) -> None:
-        self.config = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text())
+        self.config = config.get("transformer_layer_config", config)
         found = load_file(folder / "model.safetensors")
-        self.w = {n.removeprefix("midlayer.").removeprefix("layers.0."): t.float() for n, t in found.items()}
+        self.w = {n: t.float() for n, t in found.items()}
+        for prefix in ("midlayer.", "layers.0.", "transformer.", "fusion_"):
+            self.w = {n.removeprefix(prefix): t for n, t in self.w.items()}
         self.embedding, self.lm_head = network.get_input_embeddings().weight.float(), network.lm_head.weight.float()
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
@@ -143,7 +146,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "eagle1", "eagle1 without bias"])
+@pytest.mark.parametrize("kind", [*KINDS, "eagle1", "eagle1 without bias", "eagle1 of speculators"])
 @pytest.mark.parametrize("llama", [True, False], ids=["own network", "transformers"])
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
 def test_head_computes_the_published_formula_on_text_and_down_a_tree(
@@ -155,7 +158,7 @@ def test_head_computes_the_published_formula_on_text_and_down_a_tree(
     assert (model.llama is not None) == llama
     network = a_target()
     if kind.startswith("eagle1"):
-        folder = eagle1(tmp_path, network, bias="without" not in kind)
+        folder = eagle1(tmp_path, network, bias="without" not in kind, speculators="speculators" in kind)
     else:
         folder = eagle3(tmp_path, network, **KINDS[kind])
     head, reference = load_head(str(folder), model.network), Reference(folder, network)
