@@ -206,9 +206,8 @@ def load_target(args: argparse.Namespace) -> Target:
     """The target's weights as they are stored; on processors without fast bfloat16 computed in float32. ConfigurationError for a model
     that cannot write chats, and for layers that it does not have."""
     try:
-        if (
-            args.target.is_absolute() and not args.target.is_dir()
-        ):  # transformers would take it for the name of a repository
+        # transformers would take it for the name of a repository
+        if args.target.is_absolute() and not args.target.is_dir():
             raise OSError("there is no such folder")
         tokenizer = AutoTokenizer.from_pretrained(args.target)
         model = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16)
