@@ -177,3 +177,47 @@ def test_a_right_guess_launched_at_once_is_exact() -> None:
 
 def test_a_right_guess_passed_over_for_what_hangs_below_it_is_seen() -> None:
     assert any(error_with_guesses(AtOnceOrPlain, seed) > SEEN for seed in range(8))
+
+
+# -- a tree at rest without a node is given up (`Link.record_empty`)
+
+
+class GivenUp(Session):
+    """The round after one that found the tree empty has a new tree, whatever the commit kept of the old one below a right guess."""
+
+    def run(self) -> None:
+        self.draw(0)
+        self.launch(99)
+        self.draw(self.predict(0))
+        if self.land():
+            return
+        if len(self.tree):
+            self.last_round(99)
+            return
+        self.launch(99)  # at rest without a node
+        below = self.draw(self.predict(self.tree.root_id))
+        if self.land():
+            return
+        if self.gives_up(below):
+            self.tree = LivingTree(len(self.text), 0, vocab_size=V, ahead_cap=64)
+            self.draw(0)
+        self.last_round(99)
+
+    def gives_up(self, below: int | None) -> bool:
+        return True
+
+
+class UnlikelyGivenUp(GivenUp):
+    """Wrong: only if nothing was kept, or what was kept begins with token 0."""
+
+    def gives_up(self, below: int | None) -> bool:
+        return below not in self.tree.nodes or self.tree.nodes[below].token == 0
+
+
+@pytest.mark.parametrize("length", [3, 4])
+def test_a_tree_given_up_because_it_was_empty_is_exact(length: int) -> None:
+    assert max(error_with_guesses(GivenUp, seed, length) for seed in range(4)) < EXACT
+
+
+def test_a_tree_given_up_for_what_the_commit_kept_of_it_is_seen() -> None:
+    assert any(error_with_guesses(UnlikelyGivenUp, seed, 4) > SEEN for seed in range(4))
