@@ -67,6 +67,18 @@ _NAMES_AT = {
         "response_format.json_schema.schema": "text.format.schema",
     },
 }
+# Fields of vLLM (until 0.11) and of llama.cpp that have another name here.
+_OF_OTHERS = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar (in Lark)",
+    "grammar": "structured_outputs.grammar (in Lark)",
+    "json_schema": "structured_outputs.json",
+    "n_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "n_probs": "logprobs",
+}
 _METHOD_NOT_ALLOWED = (405, "invalid_request_error", "method_not_allowed")
 _NOT_FOUND = (404, "invalid_request_error", "not_found")  # of a path, a response or a drafter, not of a model
 _BUG = (500, "internal_server_error", "internal_error")
@@ -187,7 +199,9 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     error = min(furthest, key=lambda one: _RANKS.get(one["type"], len(_RANKS)))
     path, kind, value = _path(error), error["type"], error.get("input")
     if kind == "extra_forbidden":
-        return UnsupportedParameter(path, _Json(value), "is not supported by this server; leave it out")
+        instead = _OF_OTHERS.get(path)
+        fix = f"use {instead}" if instead else "leave it out"
+        return UnsupportedParameter(path, _Json(value), f"is not supported by this server; {fix}")
     if kind == "missing":
         return InvalidRequest.from_message(f"{path}: is missing; send it")
     kinds = [_VALUE_TYPES[one["type"]] for one in furthest if one["type"] in _VALUE_TYPES and _path(one) == path]

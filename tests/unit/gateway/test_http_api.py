@@ -21,7 +21,7 @@ from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 import rootward
-from gateway import streaming
+from gateway import http_errors, schemas, streaming
 from gateway.answers import fingerprint
 from gateway.app import build_app
 from gateway.http_guard import RequestGuard
@@ -332,6 +332,18 @@ async def test_values_are_spelled_as_in_the_body(content, message):
     async with api() as (_, client):
         response = await client.post("/v1/completions", content=content)
         assert response.json()["error"]["message"] == message
+
+
+@pytest.mark.parametrize("name", http_errors._OF_OTHERS)
+async def test_fields_of_other_servers_are_refused_with_the_name_that_they_have_here(name):
+    instead = http_errors._OF_OTHERS[name]
+    async with api() as (_, client):
+        response = await client.post("/v1/completions", json={"prompt": "a", name: 2})
+    message = f"{name}: 2 is not supported by this server; use {instead}"
+    assert (response.status_code, response.json()["error"]["message"]) == (400, message)
+    field, _, part = instead.partition(" ")[0].partition(".")
+    assert field in schemas.CompletionRequest.model_json_schema()["properties"]
+    assert not part or part in schemas.StructuredOutputs.model_json_schema()["properties"]
 
 
 @pytest.mark.parametrize(("form", "text"), [("regex", "("), ("grammar", "no grammar")])
