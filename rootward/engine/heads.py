@@ -226,6 +226,8 @@ def _load(folder: Path, network: Any) -> Head | BlockHead:
     kind = raw.get("speculators_model_type")
     if kind not in (None, "eagle", "eagle3"):
         raise refusal(f"speculators_model_type: {kind!r}; dflash, eagle and eagle3 are supported")
+    if raw.get("layernorms"):
+        raise refusal("layernorms: True is not supported; heads of EAGLE-1 and 2 without norms of their own are")
     if (raw.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
         raise refusal(
             "use_aux_hidden_state: False is not supported; heads that read three hidden states of the target are"

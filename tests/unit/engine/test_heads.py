@@ -315,6 +315,7 @@ def test_token_ids_in_the_place_of_offsets_are_refused(tmp_path: Path) -> None:
         ({"eagle_aux_hidden_state_layer_ids": [2, 3, 6]}, "eagle_aux_hidden_state_layer_ids.*6 layers"),
         ({"speculators_model_type": "mlp"}, "speculators_model_type"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state: False"),
+        ({"layernorms": True}, "layernorms: True is not supported"),
         ({"num_hidden_layers": 2}, "num_hidden_layers"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"layer_types": ["linear_attention"]}, "layer_types: linear_attention"),
