@@ -154,7 +154,7 @@ class HttpEngine:
         async with client.stream("POST", f"{self.url}/v1/completions", json=body | self.body) as answer:
             if answer.status_code != 200:
                 raise RuntimeError(f"{self.url}: {answer.status_code} {(await answer.aread()).decode()[:300]}")
-            async for line in answer.aiter_lines():
+            async for line in event_lines(answer):
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
                 event = json.loads(line.removeprefix("data: "))
@@ -165,6 +165,15 @@ class HttpEngine:
         if tokens != job.max_tokens:
             raise RuntimeError(f"{self.url}: {tokens} tokens instead of {job.max_tokens}")
         return tokens, first or time.perf_counter()
+
+
+async def event_lines(answer: httpx.Response) -> AsyncIterator[str]:
+    """Lines of server-sent events. Not `aiter_lines`, which also ends lines at U+2028 and its kin: servers send these as they are."""
+    rest = ""
+    async for text in answer.aiter_text():
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            yield line.removesuffix("\r")
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ async def text_times(engine: peers.HttpEngine, prompt: str, max_tokens: int) -> 
     ):
         if answer.status_code != 200:
             raise RuntimeError(f"{engine.url}: {answer.status_code} {(await answer.aread()).decode()[:300]}")
-        async for line in answer.aiter_lines():
+        async for line in peers.event_lines(answer):
             choices = json.loads(line.removeprefix("data: ")).get("choices") if line.startswith("data: {") else None
             if choices and choices[0].get("text"):
                 yield time.perf_counter()

@@ -25,6 +25,9 @@ SSE_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache",
 # Bytes of an answer that are sent at a time, with other work between: the server copies them, and holds them until they are read.
 PART_BYTES = 1 << 20
 DONE, KEEP_ALIVE = b"data: [DONE]\n\n", b": keep-alive\n\n"
+# Characters at which Python's `splitlines` ends a line, and with it clients such as httpx's `iter_lines`, though events do not. They are in
+# strings only, and JSON escapes the others of that kind.
+LINE_ENDS = {"\x85".encode(): b"\\u0085", "\u2028".encode(): b"\\u2028", "\u2029".encode(): b"\\u2029"}
 
 
 class GenerationResponse(Response):
@@ -164,6 +167,8 @@ def _event(body: dict[str, object], event_id: int | None = None, *, typed: bool 
     if typed:
         prefix += f"event: {body['type']}\n".encode()
     data = orjson.dumps(body)
+    for mark, escaped in LINE_ENDS.items():
+        data = data.replace(mark, escaped)
     if len(data) < PART_BYTES:
         yield prefix + b"data: " + data + b"\n\n"
         return

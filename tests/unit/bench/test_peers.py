@@ -27,7 +27,7 @@ class CompletionServer(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         for _ in range(body["max_tokens"]):
-            self.wfile.write(b'data: {"choices": [{"text": "a"}]}\n\n')
+            self.wfile.write('data: {"choices": [{"text": "a\u2028\x85"}]}\n\n'.encode())  # as llama.cpp writes them
         usage = {"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}
         self.wfile.write(b"data: " + json.dumps(usage).encode() + b"\n\ndata: [DONE]\n\n")
 

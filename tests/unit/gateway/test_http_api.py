@@ -212,6 +212,17 @@ async def test_monitors_may_ask_for_headers_alone():
             assert (await client.head(path)).status_code == 200
 
 
+async def test_events_have_no_line_end_that_a_client_might_cut_them_at():
+    """`str.splitlines`, and with it httpx's `iter_lines`, also ends lines at U+0085, U+2028 and U+2029."""
+    text = "a\x85b\u2028c\u2029d\x0be"
+    async with api(SpellingVerifier(text=text)) as (_, client):
+        response = await client.post("/v1/completions", json={"prompt": "a", "stream": True})
+    *lines, end = filter(None, response.text.splitlines())
+    assert all(line.startswith("data: ") for line in lines)
+    assert "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines) == text
+    assert end == "data: [DONE]"
+
+
 async def test_an_error_after_the_headers_is_an_event():
     dying = SpellingVerifier(die_after=lambda r: 4)
     async with api(dying, redispatch_wait_s=0.1) as (_, client):
