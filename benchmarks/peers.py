@@ -168,7 +168,7 @@ class HttpEngine:
 
 
 async def event_lines(answer: httpx.Response) -> AsyncIterator[str]:
-    """Lines of server-sent events. Not `aiter_lines`, which also ends lines at U+2028 and its kin: servers send these as they are."""
+    """Lines of server-sent events. Not `aiter_lines`, which also ends lines at U+0085, U+2028 and U+2029, which servers may send."""
     rest = ""
     async for text in answer.aiter_text():
         *lines, rest = (rest + text).split("\n")

@@ -68,7 +68,7 @@ _NAMES_AT = {
     },
 }
 # Fields of vLLM (until 0.11) and of llama.cpp that have another name here.
-_OF_OTHERS = {
+_NAMES_HERE = {
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
     "guided_choice": "structured_outputs.choice",
@@ -199,7 +199,7 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     error = min(furthest, key=lambda one: _RANKS.get(one["type"], len(_RANKS)))
     path, kind, value = _path(error), error["type"], error.get("input")
     if kind == "extra_forbidden":
-        instead = _OF_OTHERS.get(path)
+        instead = _NAMES_HERE.get(path)
         fix = f"use {instead}" if instead else "leave it out"
         return UnsupportedParameter(path, _Json(value), f"is not supported by this server; {fix}")
     if kind == "missing":

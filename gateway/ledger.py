@@ -63,7 +63,7 @@ class Entry:
 
     lease: Lease
     held_until: float  # when the lease expires in the store, unless renewed
-    epoch_asked: bool = False  # the store may have granted a later epoch than the lease has
+    next_epoch_pending: bool = False  # the store may have granted a later epoch than the lease has
     tokens: list[int] = field(default_factory=list)  # committed so far
     accepted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, or none at all
@@ -186,7 +186,7 @@ class Ledger:
 
     async def _next_epoch(self, entry: Entry, above: int) -> None:
         asked = self._now()
-        entry.epoch_asked = True
+        entry.next_epoch_pending = True
         try:
             entry.lease = await self._store.next_epoch(entry.lease, self._lease_s, above)
             entry.held_until = asked + self._lease_s
@@ -198,7 +198,7 @@ class Ledger:
                 raise Unavailable(message, retry_after_s=DOWN_PAUSE_S) from None
             entry.lease = Lease(entry.lease.request_id, entry.lease.epoch + 1, entry.lease.holder)
         finally:
-            entry.epoch_asked = False
+            entry.next_epoch_pending = False
         self._dirty.set()
 
     # -- Entries --------------------------------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ class Ledger:
                 log.error("request_unrecorded", error=str(length))
                 self._entries.discard(entry)
             # Not while another attempt begins, nor after: the store may have refused this write for the new epoch of this very holder.
-            elif entry.lease == write.lease and not entry.epoch_asked:
+            elif entry.lease == write.lease and not entry.next_epoch_pending:
                 self._written(entry, write, length, asked)
         return {
             entry for entry, length in zip(held, lengths, strict=True) if entry in left and entry.recorded == length

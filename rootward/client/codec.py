@@ -39,7 +39,7 @@ VERIFICATIONS = tuple(name.lower() for name, number in generate_pb2.Speculation.
 FORMS = ("json_object", "json_schema", "regex", "grammar")
 MESSAGE_KEYS = ("role", "content", "name")  # of a chat message on the wire
 # What a field can hold, by its type.
-VALUES = {
+POSSIBLE_VALUES = {
     FieldDescriptor.CPPTYPE_UINT32: f"a whole number from 0 to {2**32 - 1}",
     FieldDescriptor.CPPTYPE_UINT64: f"a whole number from 0 to {2**64 - 1}",
     FieldDescriptor.CPPTYPE_INT32: f"a whole number from {-(2**31)} to {2**31 - 1}",
@@ -254,6 +254,7 @@ def set_field(message: Message, name: str, value: Any, label: str = "") -> None:
     """Set a field. ValueError with the label of the field, which protobuf's own errors do not name."""
     field = message.DESCRIPTOR.fields_by_name[name]
     label = label or name
+    is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
     if field.enum_type is not None:
         known = {one.name.lower(): one.number for one in field.enum_type.values if one.number}
         if value not in known:
@@ -264,11 +265,14 @@ def set_field(message: Message, name: str, value: Any, label: str = "") -> None:
             setattr(message, name, value)
         elif isinstance(value, Mapping):
             getattr(message, name).update(value)
-        elif isinstance(value, str | bytes):  # also sequences, of characters and of numbers
+        elif is_map or isinstance(value, str | bytes):  # also sequences, of characters and of numbers
             raise TypeError
         else:
             getattr(message, name).extend(value)
     except (ValueError, TypeError):
-        fix = VALUES.get(field.cpp_type, "a message")
-        fix = f"several of: {fix}" if field.is_repeated else fix
+        fix = POSSIBLE_VALUES.get(field.cpp_type, "a message")
+        if is_map:
+            fix = "a mapping"
+        elif field.is_repeated:
+            fix = f"a list, each item {fix}"
         raise ValueError(f"{label}: {value!r} is out of range or of the wrong type; use {fix}") from None

@@ -31,7 +31,7 @@ FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 8.0
 RESUME_ATTEMPTS = 10
 RESUME_BACKOFF_S = 0.1
-MAX_TAKEN_OVER = 3  # attempts that another gateway took over; so often, another client resumes the same request
+MAX_TAKEOVERS = 3  # attempts that another gateway took over; so often, another client resumes the same request
 MAX_RETRY_AFTER_S = 60.0  # a call whose server asks for a longer pause fails
 
 
@@ -105,7 +105,7 @@ class Retries:
         self._max = max_retries
         self._left = max_retries
         self._num_retries = 0
-        self._num_taken_over = 0
+        self._num_takeovers = 0
         self._first_backoff_s = FIRST_BACKOFF_S
         self._deadline: float | None = None
 
@@ -144,9 +144,9 @@ class Retries:
         Called once for each error. A gateway may have taken the request over for an attempt that this client has given up: the next one
         takes it back."""
         taken_over = isinstance(error, APIStatusError) and error.reason == StaleEpoch.reason
-        self._num_taken_over += taken_over
+        self._num_takeovers += taken_over
         transient = isinstance(error, APIConnectionError | UnavailableError | RateLimitError)
-        transient |= taken_over and self._num_taken_over <= MAX_TAKEN_OVER
+        transient |= taken_over and self._num_takeovers <= MAX_TAKEOVERS
         if isinstance(error, APITimeoutError) or not transient:
             return None
         retry_after_s = error.retry_after_s if isinstance(error, APIStatusError) else None

@@ -367,7 +367,8 @@ async def test_bytes_are_no_token_ids():
         ({"seed": -1}, "seed: -1 .*; use a whole number from 0 to 18446744073709551615$"),
         ({"max_tokens": 2**32}, "max_tokens: 4294967296 .*; use a whole number from 0 to 4294967295$"),
         ({"temperature": "hot"}, "temperature: 'hot' .*; use a number$"),
-        ({"stop": 3}, "stop: 3 .*; use several of: text$"),
+        ({"logit_bias": 3}, "logit_bias: 3 .*; use a mapping$"),
+        ({"stop": 3}, "stop: 3 .*; use a list, each item text$"),
     ],
 )
 async def test_refused_values_come_with_those_that_are_possible(bad, words):
@@ -513,7 +514,7 @@ async def test_a_broken_stream_is_resumed_at_its_offset():
 
 
 async def test_a_stream_that_another_gateway_took_over_is_taken_back_three_times_at_most():
-    """It took the request over for an attempt that this client has given up. More often, it is another client's."""
+    """It took the request over for an attempt that this client has given up. After more than three times it is another client's."""
     servicer = Breaking(0, 3, 1, code=grpc.StatusCode.ABORTED)
     server, address = await flaky_server(servicer)
     async with AsyncClient(address) as client:

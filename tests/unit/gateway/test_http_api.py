@@ -345,9 +345,9 @@ async def test_values_are_spelled_as_in_the_body(content, message):
         assert response.json()["error"]["message"] == message
 
 
-@pytest.mark.parametrize("name", http_errors._OF_OTHERS)
+@pytest.mark.parametrize("name", http_errors._NAMES_HERE)
 async def test_fields_of_other_servers_are_refused_with_the_name_that_they_have_here(name):
-    instead = http_errors._OF_OTHERS[name]
+    instead = http_errors._NAMES_HERE[name]
     async with api() as (_, client):
         response = await client.post("/v1/completions", json={"prompt": "a", name: 2})
     message = f"{name}: 2 is not supported by this server; use {instead}"
